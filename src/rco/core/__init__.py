@@ -1,0 +1,1 @@
+"""The method: budget manifold, Riemannian Adam, exact knapsack, search. No model library anywhere."""

@@ -1,0 +1,140 @@
+"""Numbers as people write them, turned into exact rationals: the one place where that happens.
+
+A budget can only be met exactly if the costs are exact. Integers, Fractions, Decimals and strings
+("2.5", "7/3") already are. A float is read as the short decimal that prints it (2.1 means 21/10) as long as
+the array as a whole has a modest common denominator; otherwise, as with measured or random floats, it is read
+as the binary fraction it stores, which is exact too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from numbers import Rational
+from typing import Any
+
+import numpy as np
+
+__all__ = ["ExactArray", "exact_array", "exact_number", "integer_array"]
+
+# Floats whose decimals need a larger common denominator than this are not "written" decimals.
+_LARGEST_DECIMAL_DENOMINATOR = 10**12
+_INT64_SAFE = 2**62
+
+
+@dataclass(frozen=True)
+class ExactArray:
+    """An array of rationals over one denominator; numerators are int64 where they fit, else Python ints."""
+
+    numerators: np.ndarray
+    denominator: int
+
+    def to_float(self) -> np.ndarray:
+        """The nearest float64 of each entry."""
+        if self.numerators.dtype != object and self.denominator < 2**53:
+            return self.numerators.astype(np.float64) / self.denominator
+        return np.vectorize(lambda n: float(Fraction(int(n), self.denominator)), otypes=[np.float64])(
+            self.numerators
+        )
+
+    def to_json(self) -> Any:
+        """Nested lists of integers and "p/q" strings."""
+
+        def cell(value: Any) -> Any:
+            if isinstance(value, list):
+                return [cell(entry) for entry in value]
+            fraction = Fraction(int(value), self.denominator)
+            return fraction.numerator if fraction.denominator == 1 else str(fraction)
+
+        return cell(self.numerators.tolist())
+
+
+def integer_array(values: np.ndarray) -> np.ndarray:
+    """Python integers as int64 if every one of them fits with room to add, unchanged otherwise."""
+    if values.dtype != object:
+        return values.astype(np.int64)
+    if values.size == 0 or max(abs(int(v)) for v in values.flat) < _INT64_SAFE:
+        return values.astype(np.int64)
+    return values
+
+
+def exact_number(value: Any, name: str) -> Fraction:
+    """One number as a Fraction."""
+    array = exact_array(value, name)
+    if array.numerators.ndim != 0:
+        raise ValueError(f"{name} must be one number, got an array of shape {array.numerators.shape}.")
+    return Fraction(int(array.numerators), array.denominator)
+
+
+def exact_array(values: Any, name: str) -> ExactArray:
+    """An array of numbers of any exact or float type as rationals over one denominator."""
+    if hasattr(values, "detach"):  # a torch tensor, without importing torch here
+        values = values.detach().cpu().numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # ragged lists
+        raise ValueError(f"{name} must be a rectangular array of numbers: {error}") from None
+    if array.dtype.kind in "US":
+        array = array.astype(object)
+    if array.dtype.kind in "bi":
+        return ExactArray(array.astype(np.int64), 1)
+    if array.dtype.kind == "u":
+        return ExactArray(integer_array(array.astype(object)), 1)
+    if array.dtype.kind == "f":
+        return _from_floats(array.astype(np.float64), name)
+    if array.dtype == object:
+        return _from_objects(array, name)
+    raise ValueError(f"{name} must hold numbers, got dtype {array.dtype}.")
+
+
+def _from_floats(array: np.ndarray, name: str) -> ExactArray:
+    if not np.isfinite(array).all():
+        position = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+        raise ValueError(f"{name} must be finite, got {array[position]} at {position or 'the only entry'}.")
+    if (array == np.rint(array)).all() and (np.abs(array) < _INT64_SAFE).all():
+        return ExactArray(array.astype(np.int64), 1)
+    unique, inverse = np.unique(array, return_inverse=True)
+    decimals = [Fraction(repr(float(v))) for v in unique]
+    if math.lcm(*(f.denominator for f in decimals)) > _LARGEST_DECIMAL_DENOMINATOR:
+        decimals = [Fraction(float(v)) for v in unique]
+    return _over_one_denominator(decimals, inverse.reshape(array.shape))
+
+
+def _from_objects(array: np.ndarray, name: str) -> ExactArray:
+    seen: dict[Any, int] = {}
+    fractions: list[Fraction] = []
+    index = np.empty(array.shape, dtype=np.int64)
+    for position, value in np.ndenumerate(array):
+        key = (type(value), value)
+        if key not in seen:
+            seen[key] = len(fractions)
+            fractions.append(_fraction(value, name, position))
+        index[position] = seen[key]
+    if not fractions:
+        return ExactArray(index, 1)
+    return _over_one_denominator(fractions, index)
+
+
+def _fraction(value: Any, name: str, position: tuple[int, ...]) -> Fraction:
+    convert: Callable[[Any], Fraction]
+    if isinstance(value, float | np.floating):
+        convert = lambda v: Fraction(repr(float(v)))  # noqa: E731
+    elif isinstance(value, Rational | Decimal | str | np.integer):
+        convert = lambda v: Fraction(int(v)) if isinstance(v, np.integer) else Fraction(v)  # noqa: E731
+    else:
+        raise ValueError(f"{name} must hold numbers, got {value!r} at {position or 'the only entry'}.")
+    try:
+        return convert(value)
+    except (ValueError, OverflowError, ZeroDivisionError):
+        raise ValueError(
+            f"{name} must hold finite numbers, got {value!r} at {position or 'the only entry'}."
+        ) from None
+
+
+def _over_one_denominator(fractions: list[Fraction], index: np.ndarray) -> ExactArray:
+    denominator = math.lcm(*(f.denominator for f in fractions))
+    scaled = np.array([f.numerator * (denominator // f.denominator) for f in fractions], dtype=object)
+    return ExactArray(np.asarray(integer_array(scaled)[index]), denominator)

@@ -1,0 +1,594 @@
+"""The assignment problem itself: N groups, K options, exact costs, and the budgets that bind them.
+
+Total cost is ``sum_i w_i c_{i, k_i}`` (paper, Eq. 1). Everything that decides feasibility is integer arithmetic:
+costs and budgets become integers in units of ``1 / denominator`` here, once, and stay so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rco.core.exact import ExactArray, exact_array, integer_array
+
+__all__ = ["Allocation", "AllocationProblem", "InfeasibleBudgetError", "ReducedCosts"]
+
+Sense = Literal["==", "<="]
+_INT64_SAFE = 2**62
+
+
+class InfeasibleBudgetError(ValueError):
+    """No assignment meets the budget; the message names the reachable range."""
+
+
+class Allocation(Sequence[int]):
+    """One option index per group, with the labels of its problem for reading.
+
+    Behaves as a read-only sequence of integers and converts to an array with ``numpy.asarray``.
+    """
+
+    __slots__ = ("choices", "groups", "options")
+
+    def __init__(
+        self, choices: Any, groups: Sequence[str] | None = None, options: Sequence[str] | None = None
+    ) -> None:
+        array = np.array(choices, dtype=np.int64)
+        if array.ndim != 1:
+            raise ValueError(f"An allocation is one option per group, got an array of shape {array.shape}.")
+        array.setflags(write=False)
+        self.choices = array
+        self.groups = tuple(groups) if groups is not None else None
+        self.options = tuple(options) if options is not None else None
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    def __getitem__(self, index: Any) -> Any:
+        picked = self.choices[index]
+        return int(picked) if np.ndim(picked) == 0 else picked
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.choices.tolist())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.choices, dtype=dtype)
+
+    def __eq__(self, other: object) -> bool:
+        try:
+            return bool(np.array_equal(self.choices, np.asarray(other)))
+        except (TypeError, ValueError):
+            return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.choices.tobytes())
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self.choices[:12].tolist()))
+        return f"Allocation([{shown}{', ...' if len(self) > 12 else ''}], groups={len(self)})"
+
+    def tolist(self) -> list[int]:
+        """The option indices as a list."""
+        return self.choices.tolist()
+
+    def to_dict(self) -> dict[str, str]:
+        """Group label to option label, both defaulting to their indices."""
+        groups = self.groups or [str(i) for i in range(len(self))]
+        return {
+            group: self.options[k] if self.options else str(k)
+            for group, k in zip(groups, self.tolist(), strict=True)
+        }
+
+    def one_hot(self, num_options: int) -> Tensor:
+        """Float64 gates (N, K) with a one at each chosen option."""
+        return torch.nn.functional.one_hot(torch.tensor(self.choices), num_options).double()
+
+
+@dataclass(frozen=True)
+class ReducedCosts:
+    """The knapsack with what every assignment pays taken out: minima subtracted, divided by the gcd.
+
+    ``costs`` is (J, N, K) int64, or Python ints in an object array when they are too large for that; forbidden
+    options cost 0 there and must be masked. ``capacity`` holds one integer per budget.
+    """
+
+    costs: np.ndarray
+    capacity: tuple[int, ...]
+
+
+class AllocationProblem:
+    """Choose one of K options for each of N groups without exceeding an exact budget.
+
+    Args:
+        option_costs: (K,) costs shared by all groups, (N, K) per group, or (q, N, K) for q joint budgets.
+        budget: One number; q numbers for q joint budgets; with ``blocks``, one per block, as a sequence in the
+            order of the sorted block ids or as a mapping from block id.
+        weights: (N,) positive weights; the cost of option k in group i is ``weights[i] * option_costs[..., k]``.
+        sense: ``"=="`` keeps the continuous iterate of a search on C = B; ``"<="`` lets it stay below, with a
+            slack variable. A discrete allocation satisfies C <= B under either.
+        blocks: (N,) block ids: each block of groups has a budget of its own.
+        allowed: (N, K) booleans: locks (one allowed option) and forbidden options. Costs of forbidden options
+            are ignored.
+        groups: N labels for people.
+        options: K labels for people.
+        monotone: Declares that within a group a costlier option is never worse (true of bit widths and of kept
+            experts), so that a search may spend what its solution leaves of the budget.
+
+    Numbers may be integers, Fractions, Decimals, strings such as "2.5" or "7/3", or floats; see
+    :mod:`rco.core.exact` for how floats are read.
+
+    Raises:
+        InfeasibleBudgetError: A budget lies outside its reachable range.
+        ValueError: Anything else that is wrong with the input.
+    """
+
+    def __init__(
+        self,
+        option_costs: Any,
+        budget: Any,
+        weights: Any = None,
+        sense: Sense = "==",
+        blocks: Any = None,
+        allowed: Any = None,
+        groups: Sequence[str] | None = None,
+        options: Sequence[str] | None = None,
+        monotone: bool = False,
+    ) -> None:
+        if sense not in ("==", "<="):
+            raise ValueError(f'sense must be "==" or "<=", got {sense!r}.')
+        self.sense: Sense = sense
+        self.monotone = bool(monotone)
+
+        costs = _costs_with_holes(option_costs, allowed)
+        num_groups = _count_groups(costs, weights, blocks, allowed, groups, budget)
+        self._given_costs = costs
+        self.num_options = int(costs.numerators.shape[-1])
+        self.num_groups = num_groups
+        self.allowed = _check_allowed(allowed, num_groups, self.num_options)
+        self._weights = _check_weights(weights, num_groups)
+        self.groups = _check_labels(groups, num_groups, "groups")
+        self.options = _check_labels(options, self.num_options, "options")
+
+        broadcast = np.broadcast_to(
+            costs.numerators if costs.numerators.ndim == 3 else costs.numerators[None],
+            (costs.numerators.shape[0] if costs.numerators.ndim == 3 else 1, num_groups, self.num_options),
+        )
+        self.num_joint = int(broadcast.shape[0])
+        broadcast = _fill_forbidden(broadcast, self.allowed)
+        self._directions = ExactArray(broadcast, costs.denominator)
+        self.unit_costs, self.denominator = _weighted(self._directions, self._weights)
+        self._set_blocks(blocks)
+        self._set_budgets(budget)
+        self._check_range()
+
+    # ------------------------------------------------------------------ shape
+
+    def _set_blocks(self, blocks: Any) -> None:
+        self.block_ids: tuple[Any, ...] | None = None
+        self.block_index: np.ndarray | None = None
+        if blocks is None:
+            return
+        if self.num_joint > 1:
+            raise ValueError(
+                "blocks and several joint budgets cannot be combined; give each block's budget as one of the q "
+                "joint budgets, with zero costs outside the block."
+            )
+        ids = blocks.tolist() if hasattr(blocks, "tolist") else list(blocks)
+        if len(ids) != self.num_groups:
+            raise ValueError(f"blocks must name a block for each of {self.num_groups} groups, got {len(ids)}.")
+        self.block_ids = tuple(sorted(set(ids)))
+        position = {block: j for j, block in enumerate(self.block_ids)}
+        self.block_index = np.array([position[block] for block in ids], dtype=np.int64)
+
+    @property
+    def num_budgets(self) -> int:
+        """How many budgets bind: q joint ones, or one per block."""
+        return self.num_joint if self.block_ids is None else len(self.block_ids)
+
+    def _set_budgets(self, budget: Any) -> None:
+        if isinstance(budget, Mapping):
+            if self.block_ids is None or set(budget) != set(self.block_ids):
+                raise ValueError(
+                    f"A mapping of budgets needs exactly the block ids as keys, got {sorted(budget, key=str)} for "
+                    f"blocks {list(self.block_ids or ())}."
+                )
+            budget = [budget[block] for block in self.block_ids]
+        array = exact_array(budget, "budget")
+        if array.numerators.ndim == 0 and self.num_budgets == 1:
+            array = ExactArray(array.numerators[None], array.denominator)
+        if array.numerators.shape != (self.num_budgets,):
+            kind = "blocks" if self.block_ids is not None else "joint budgets"
+            raise ValueError(
+                f"budget must hold {self.num_budgets} numbers for {self.num_budgets} {kind}, got shape "
+                f"{array.numerators.shape}."
+            )
+        self.budgets = tuple(Fraction(int(n), array.denominator) for n in array.numerators)
+        self._budget_is_scalar = self.block_ids is None and self.num_joint == 1
+        # Totals are multiples of 1/denominator, so the part of a budget below that unit can never be used.
+        self.unit_budgets = tuple(math.floor(b * self.denominator) for b in self.budgets)
+
+    @property
+    def budget(self) -> Any:
+        """The budget as an exact number, or a tuple of them."""
+        return self._per_budget([_plain(b) for b in self.budgets])
+
+    def _per_budget(self, values: Sequence[Any]) -> Any:
+        return values[0] if self._budget_is_scalar else tuple(values)
+
+    # ------------------------------------------------------------- feasibility
+
+    def _sum_per_budget(self, per_group: np.ndarray) -> list[int]:
+        """Exact totals of (q, N) group costs, one per budget."""
+        if self.block_index is None:
+            return [int(row.sum()) for row in per_group]
+        if per_group.dtype == object:
+            totals = [0] * self.num_budgets
+            for block, cost in zip(self.block_index.tolist(), per_group[0].tolist(), strict=True):
+                totals[block] += cost
+            return totals
+        sums = np.zeros(self.num_budgets, dtype=np.int64)
+        np.add.at(sums, self.block_index, per_group[0])
+        return [int(s) for s in sums]
+
+    @cached_property
+    def _unit_range(self) -> tuple[list[int], list[int]]:
+        # Forbidden options carry an allowed option's cost, so plain minima and maxima are right.
+        return self._sum_per_budget(self.unit_costs.min(axis=2)), self._sum_per_budget(
+            self.unit_costs.max(axis=2)
+        )
+
+    @property
+    def feasible_range(self) -> tuple[Any, Any]:
+        """Lowest and highest reachable total cost (per budget, if there are several)."""
+        low, high = self._unit_range
+        return (
+            self._per_budget([_plain(Fraction(v, self.denominator)) for v in low]),
+            self._per_budget([_plain(Fraction(v, self.denominator)) for v in high]),
+        )
+
+    def _budget_name(self, j: int) -> str:
+        if self.block_ids is not None:
+            return f"the budget of block {self.block_ids[j]!r}"
+        return "the budget" if self.num_joint == 1 else f"joint budget {j}"
+
+    def _check_range(self) -> None:
+        low, high = self._unit_range
+        for j, budget in enumerate(self.budgets):
+            lowest, highest = Fraction(low[j], self.denominator), Fraction(high[j], self.denominator)
+            reachable = f"reachable totals lie between {_show(lowest)} and {_show(highest)}"
+            if budget < lowest:
+                raise InfeasibleBudgetError(
+                    f"{self._budget_name(j)} is {_show(budget)}, but {reachable}; raise it to at least "
+                    f"{_show(lowest)}, or allow cheaper options."
+                )
+            if self.sense == "==" and lowest == highest:
+                raise ValueError(
+                    f"Under {self._budget_name(j)} every assignment costs the same ({_show(lowest)}): all options "
+                    "of each group cost the same, so the expected cost is constant, its gradient vanishes and "
+                    'C = B is no surface to walk on. Give options of different cost, or use sense="<=" if the '
+                    "budget is not meant to decide anything."
+                )
+            if self.sense == "==" and budget > highest:
+                raise InfeasibleBudgetError(
+                    f"{self._budget_name(j)} is {_show(budget)}, but {reachable}; lower it to at most "
+                    f'{_show(highest)}, or use sense="<=" if it may be left unspent.'
+                )
+        if self.num_joint > 1:
+            self._check_joint()
+
+    def _check_joint(self) -> None:
+        """Whether the joint budgets can be met together, by the linear relaxation."""
+        from scipy.optimize import linprog
+        from scipy.sparse import csr_matrix, vstack
+
+        cells = np.flatnonzero(self.allowed)
+        rows = cells // self.num_options
+        matrix = self.float_costs.reshape(self.num_joint, -1)[:, cells]
+        budgets = np.array([float(b) for b in self.budgets])
+        scale = np.maximum(np.abs(matrix).max(axis=1), 1e-300)
+        choose_one = csr_matrix((np.ones(len(cells)), (rows, np.arange(len(cells)))))
+        totals, targets = csr_matrix(matrix / scale[:, None]), budgets / scale
+        # Under "==" the continuous iterate must be able to stand on every budget at once.
+        exact = self.sense == "=="
+        result = linprog(
+            np.zeros(len(cells)),
+            A_ub=None if exact else totals,
+            b_ub=None if exact else targets,
+            A_eq=vstack([choose_one, totals]) if exact else choose_one,
+            b_eq=np.concatenate([np.ones(self.num_groups), targets if exact else []]),
+            bounds=(0, None),
+            method="highs",
+        )
+        if result.status == 2:
+            raise InfeasibleBudgetError(
+                f"The {self.num_joint} joint budgets {[_show(b) for b in self.budgets]} cannot be met together, "
+                f"although each lies in its own range {self.feasible_range}; raise some of them."
+            )
+
+    def units(self, allocation: Any) -> list[int]:
+        """Exact total cost of an allocation in units of 1/denominator, one integer per budget."""
+        choices = self._check_choices(allocation)
+        return self._sum_per_budget(self.unit_costs[:, np.arange(self.num_groups), choices])
+
+    def cost(self, allocation: Any) -> Any:
+        """Exact total cost: an int, or a Fraction where it is not whole; a tuple for several budgets."""
+        return self._per_budget([_plain(Fraction(u, self.denominator)) for u in self.units(allocation)])
+
+    def is_feasible(self, allocation: Any) -> bool:
+        """Whether the allocation uses allowed options only and exceeds no budget."""
+        choices = self._check_choices(allocation)
+        if not self.allowed[np.arange(self.num_groups), choices].all():
+            return False
+        return all(u <= b for u, b in zip(self.units(choices), self.unit_budgets, strict=True))
+
+    def allocation(self, choices: Any) -> Allocation:
+        """Choices with this problem's labels."""
+        return Allocation(self._check_choices(choices), self.groups, self.options)
+
+    def _check_choices(self, allocation: Any) -> np.ndarray:
+        choices = np.asarray(allocation)
+        if choices.shape != (self.num_groups,) or choices.dtype.kind not in "iu":
+            raise ValueError(
+                f"An allocation must be {self.num_groups} option indices, got shape {choices.shape} and dtype "
+                f"{choices.dtype}."
+            )
+        if choices.size and (choices.min() < 0 or choices.max() >= self.num_options):
+            raise ValueError(
+                f"Option indices must lie in 0..{self.num_options - 1}, got {choices.min()}..{choices.max()}."
+            )
+        return choices.astype(np.int64, copy=False)
+
+    # --------------------------------------------------------- numeric views
+
+    @cached_property
+    def float_costs(self) -> np.ndarray:
+        """(q, N, K) float64 weighted costs; forbidden options hold some allowed option's cost."""
+        return ExactArray(self.unit_costs, self.denominator).to_float()
+
+    @cached_property
+    def directions(self) -> np.ndarray:
+        """(q, N, K) float64 unweighted costs: the directions along which the retraction shifts logits."""
+        return np.ascontiguousarray(self._directions.to_float())
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """(N,) float64 weights."""
+        return self._weights.to_float() if self._weights is not None else np.ones(self.num_groups)
+
+    @cached_property
+    def float_budgets(self) -> np.ndarray:
+        """One float64 per budget."""
+        return np.array([float(b) for b in self.budgets])
+
+    @cached_property
+    def reduced(self) -> ReducedCosts:
+        """What a knapsack solver needs, in the smallest integers that say it."""
+        if self.unit_costs.dtype == object:
+            costs = self.unit_costs - self.unit_costs.min(axis=2, keepdims=True)
+        else:
+            costs = (self.unit_costs - self.unit_costs.min(axis=2, keepdims=True)).astype(np.int64)
+        low, _ = self._unit_range
+        capacity = [b - lowest for b, lowest in zip(self.unit_budgets, low, strict=True)]
+        reduced = []
+        for j in range(self.num_joint):
+            divisor = int(np.gcd.reduce(costs[j], axis=None)) or 1
+            reduced.append(costs[j] // divisor)
+            if self.block_index is None:
+                capacity[j] //= divisor
+            else:
+                capacity = [c // divisor for c in capacity]
+        return ReducedCosts(integer_array(np.stack(reduced)), tuple(capacity))
+
+    @cached_property
+    def log_allowed(self) -> Tensor:
+        """(N, K) float64: 0 where allowed, -inf where forbidden."""
+        return torch.where(torch.from_numpy(self.allowed), 0.0, -math.inf).double()
+
+    # ------------------------------------------------------------ change, JSON
+
+    def replace(self, **changes: Any) -> AllocationProblem:
+        """The same problem with some constructor arguments changed."""
+        return AllocationProblem(**{**self._arguments(), **changes})
+
+    def _arguments(self) -> dict[str, Any]:
+        def fractions(array: ExactArray | None) -> Any:
+            if array is None or array.denominator == 1:
+                return None if array is None else array.numerators
+            return np.vectorize(lambda n: Fraction(int(n), array.denominator), otypes=[object])(
+                array.numerators
+            )
+
+        blocks = None
+        if self.block_ids is not None and self.block_index is not None:
+            blocks = [self.block_ids[j] for j in self.block_index]
+        return {
+            "option_costs": fractions(self._given_costs),
+            "budget": self.budget,
+            "weights": fractions(self._weights),
+            "sense": self.sense,
+            "blocks": blocks,
+            "allowed": None if self.allowed.all() else self.allowed,
+            "groups": self.groups,
+            "options": self.options,
+            "monotone": self.monotone,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready description; numbers that are not whole are "p/q" strings."""
+        described = self._arguments()
+        described["option_costs"] = self._given_costs.to_json()
+        described["weights"] = self._weights.to_json() if self._weights is not None else None
+        described["budget"] = self._per_budget([_json_number(b) for b in self.budgets])
+        if isinstance(described["budget"], tuple):
+            described["budget"] = list(described["budget"])
+        if described["allowed"] is not None:
+            described["allowed"] = described["allowed"].tolist()
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in described.items() if v is not None}
+
+    @classmethod
+    def from_dict(cls, described: Mapping[str, Any]) -> AllocationProblem:
+        """The inverse of :meth:`to_dict`; unknown keys are an error."""
+        known = {
+            "option_costs", "budget", "weights", "sense", "blocks", "allowed", "groups", "options", "monotone",
+        }  # fmt: skip
+        unknown = sorted(set(described) - known)
+        if unknown:
+            raise ValueError(f"Unknown keys {unknown} in a problem; allowed are {sorted(known)}.")
+        missing = sorted({"option_costs", "budget"} - set(described))
+        if missing:
+            raise ValueError(f"A problem needs the keys 'option_costs' and 'budget'; {missing} is missing.")
+        return cls(**described)
+
+    def to_json(self) -> str:
+        """The problem as one JSON object."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> AllocationProblem:
+        """Read what :meth:`to_json` wrote."""
+        try:
+            described = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"Not a JSON problem: {error}.") from None
+        if not isinstance(described, dict):
+            raise ValueError(f"A JSON problem is one object, got {type(described).__name__}.")
+        return cls.from_dict(described)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything that defines the problem; equal for equal problems."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AllocationProblem):
+            return NotImplemented
+        return self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        budgets = f"{_show(self.budgets[0])}" if self.num_budgets == 1 else f"{self.num_budgets} budgets"
+        return f"AllocationProblem(groups={self.num_groups}, options={self.num_options}, C {self.sense} {budgets})"
+
+
+def _plain(value: Fraction) -> int | Fraction:
+    return value.numerator if value.denominator == 1 else value
+
+
+def _json_number(value: Fraction) -> int | str:
+    return value.numerator if value.denominator == 1 else str(value)
+
+
+def _show(value: Fraction) -> str:
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
+
+
+def _costs_with_holes(option_costs: Any, allowed: Any) -> ExactArray:
+    """Exact costs; entries of forbidden options may hold anything, NaN included."""
+    if allowed is not None:
+        mask = np.asarray(allowed)
+        raw = np.asarray(option_costs)
+        if raw.dtype.kind == "f" and raw.ndim >= 2 and raw.shape[-2:] == mask.shape and mask.dtype == bool:
+            option_costs = np.where(mask, raw, 0.0)
+    costs = exact_array(option_costs, "option_costs")
+    if costs.numerators.ndim not in (1, 2, 3):
+        raise ValueError(
+            f"option_costs must have shape (K,), (N, K) or (q, N, K), got {costs.numerators.shape}."
+        )
+    if 0 in costs.numerators.shape:
+        raise ValueError(f"option_costs is empty: shape {costs.numerators.shape}; N, K and q must be at least 1.")
+    return costs
+
+
+def _count_groups(
+    costs: ExactArray, weights: Any, blocks: Any, allowed: Any, groups: Sequence[str] | None, budget: Any
+) -> int:
+    """N, from whichever argument carries it."""
+    if costs.numerators.ndim >= 2:
+        return int(costs.numerators.shape[-2])
+    for name, value in (("weights", weights), ("blocks", blocks), ("allowed", allowed), ("groups", groups)):
+        if value is not None:
+            count = len(value)
+            if count == 0:
+                raise ValueError(f"{name} is empty: a problem needs at least one group.")
+            return count
+    raise ValueError(
+        "The number of groups is unknown: with shared (K,) option_costs give weights, blocks, allowed or groups "
+        "(one entry per group), or repeat the costs as an (N, K) array."
+    )
+
+
+def _check_allowed(allowed: Any, num_groups: int, num_options: int) -> np.ndarray:
+    if allowed is None:
+        return np.ones((num_groups, num_options), dtype=bool)
+    mask = np.asarray(allowed)
+    if mask.dtype != bool or mask.shape != (num_groups, num_options):
+        raise ValueError(
+            f"allowed must be booleans of shape ({num_groups}, {num_options}), got {mask.dtype} of shape "
+            f"{mask.shape}."
+        )
+    closed = np.flatnonzero(~mask.any(axis=1))
+    if closed.size:
+        raise ValueError(f"Group {int(closed[0])} has no allowed option; leave each group at least one.")
+    mask = mask.copy()
+    mask.setflags(write=False)
+    return mask
+
+
+def _check_weights(weights: Any, num_groups: int) -> ExactArray | None:
+    if weights is None:
+        return None
+    exact = exact_array(weights, "weights")
+    if exact.numerators.shape != (num_groups,):
+        raise ValueError(f"weights must have shape ({num_groups},), got {exact.numerators.shape}.")
+    bad = np.flatnonzero(exact.numerators <= 0)
+    if bad.size:
+        i = int(bad[0])
+        value = _show(Fraction(int(exact.numerators[i]), exact.denominator))
+        raise ValueError(
+            f"weights must be positive, got {value} for group {i}; drop the group or give it a weight."
+        )
+    return exact
+
+
+def _check_labels(labels: Sequence[str] | None, count: int, name: str) -> tuple[str, ...] | None:
+    if labels is None:
+        return None
+    labels = tuple(str(label) for label in labels)
+    if len(labels) != count:
+        raise ValueError(f"{name} must hold {count} labels, got {len(labels)}.")
+    return labels
+
+
+def _fill_forbidden(costs: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    """Give forbidden options the cost of their group's first allowed option, so that they widen no range."""
+    if allowed.all():
+        return costs
+    first = allowed.argmax(axis=1)
+    fallback = costs[:, np.arange(costs.shape[1]), first]
+    return np.where(allowed[None], costs, fallback[:, :, None])
+
+
+def _weighted(directions: ExactArray, weights: ExactArray | None) -> tuple[np.ndarray, int]:
+    """Exact ``w_i c_ik`` over one denominator, as int64 where even their sum over all groups fits."""
+    costs = directions.numerators
+    factor = weights.numerators if weights is not None else np.ones(costs.shape[1], dtype=np.int64)
+    largest = max(abs(int(costs.min())), abs(int(costs.max()))) * int(factor.max()) * len(factor)
+    if costs.dtype == object or factor.dtype == object or largest >= _INT64_SAFE:
+        product = costs.astype(object) * factor.astype(object)[None, :, None]
+        product = integer_array(product) if largest < _INT64_SAFE else product
+    else:
+        product = costs * factor[None, :, None]
+    denominator = directions.denominator * (weights.denominator if weights is not None else 1)
+    divisor = math.gcd(denominator, int(np.gcd.reduce(product, axis=None)))
+    return product // divisor, denominator // divisor
