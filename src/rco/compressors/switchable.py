@@ -1,0 +1,320 @@
+"""A linear layer that can be any one of K compressed versions of itself, with a gradient for every option.
+
+With gates ``g`` (one per option) the layer computes ``y = x @ (sum_k g_k W_k).T + b``. At a one-hot ``g`` the
+forward pass needs the chosen ``W`` alone, and the derivative with respect to ``g_k`` is ``<G, W_k>`` where
+``G`` is the gradient of the effective weight: one matrix, formed once, meets all K options in their packed
+form. So nothing dense is kept per option, and nothing dense at all outlives the layer's forward or backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from rco.compressors.packing import PackedWeight, inner_products
+
+__all__ = ["Selection", "SwitchableLinear", "WeightBuffer", "switchable_linear", "switchable_weight"]
+
+Option = PackedWeight | Tensor
+
+
+class WeightBuffer:
+    """Memory for one dense weight at a time, handed from layer to layer.
+
+    Whoever asks for a weight overwrites the previous one: a returned tensor is valid until the next request.
+    The layers of one model may share a buffer because they run one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
+
+    def take(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, slot: int = 0) -> Tensor:
+        """An uninitialised (out, in) matrix; different slots are different memory."""
+        elements, key = shape[0] * shape[1], (device, dtype, slot)
+        flat = self._flat.get(key)
+        if flat is None or flat.numel() < elements:
+            # Freed before the larger one is made, so that the two never coexist.
+            self._flat.pop(key, None)
+            del flat
+            flat = self._flat[key] = torch.empty(elements, dtype=dtype, device=device)
+        return flat[:elements].view(shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held at present."""
+        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._flat.clear()
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which option a switchable layer uses.
+
+    Args:
+        choice: Index of the option whose gate is one. None asks for the dense mixture ``sum_k gate_k W_k``.
+        gate: (K,) gates, needed for a mixture or for a gradient.
+        active: Options to compute a gate gradient for; the others get exactly zero. None: all of them.
+    """
+
+    choice: int | None
+    gate: Tensor | None = None
+    active: tuple[bool, ...] | None = None
+
+
+def switchable_linear(
+    x: Tensor,
+    options: Sequence[Option],
+    selection: Selection,
+    bias: Tensor | None = None,
+    buffer: WeightBuffer | None = None,
+) -> Tensor:
+    """``x @ W.T + bias`` with the selected weight; differentiable in ``x``, the gates and the bias.
+
+    Args:
+        x: (..., in).
+        options: K weights of shape (out, in), packed or dense.
+        selection: The choice and its gates.
+        bias: (out,) or None.
+        buffer: Memory for the dense weight; None allocates it for this call.
+    """
+    _check(options, selection)
+    buffer = buffer if buffer is not None else WeightBuffer()
+    if torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (x, selection.gate, bias)
+    ):
+        y: Tensor = _SwitchableLinear.apply(x, selection.gate, bias, options, selection, buffer)  # type: ignore[no-untyped-call]
+        return y
+    with torch.no_grad():
+        return F.linear(x, _dense(options, selection, x.dtype, x.device, buffer), bias)
+
+
+def switchable_weight(options: Sequence[Option], selection: Selection, dtype: torch.dtype) -> Tensor:
+    """The selected weight itself, dense (an alias where that option is dense); differentiable in the gates.
+
+    For layers that are not applied to an input here, such as an output layer handed to a chunked loss.
+    """
+    _check(options, selection)
+    if selection.gate is not None and selection.gate.requires_grad and torch.is_grad_enabled():
+        weight: Tensor = _SwitchableWeight.apply(selection.gate, options, selection, dtype)  # type: ignore[no-untyped-call]
+        return weight
+    return _fresh(options, selection, dtype)
+
+
+class SwitchableLinear(nn.Module):
+    """Stands in for a linear layer and applies one of its compressed options.
+
+    Options are not parameters: the state dict is empty, and the original weight is referred to, not copied.
+
+    Args:
+        options: K packed weights of shape (out, in); None stands for the original weight.
+        original: The layer's own weight: (out, in), or (in, out) if ``transposed``.
+        bias: The layer's own bias.
+        transposed: Whether the original layer computes ``x @ W`` (as ``Conv1D`` in GPT-2).
+        buffer: Memory for one dense weight, usually shared by all layers of a model.
+    """
+
+    def __init__(
+        self,
+        options: Sequence[PackedWeight | None],
+        original: Tensor,
+        bias: Tensor | None = None,
+        *,
+        transposed: bool = False,
+        buffer: WeightBuffer | None = None,
+    ) -> None:
+        super().__init__()
+        dense = original.detach()
+        dense = dense.t() if transposed else dense
+        if not options:
+            raise ValueError("A switchable linear needs at least one option.")
+        for index, option in enumerate(options):
+            if option is not None and tuple(option.shape) != tuple(dense.shape):
+                hint = " (the transpose of the stored weight)" if transposed else ""
+                raise ValueError(
+                    f"Option {index} has shape {tuple(option.shape)}, "
+                    f"the layer needs {tuple(dense.shape)}{hint}."
+                )
+        self.out_features, self.in_features = dense.shape
+        self.options: list[Option] = [dense if option is None else option for option in options]
+        self.transposed = transposed
+        self.buffer = buffer if buffer is not None else WeightBuffer()
+        self.selection = Selection(0)
+        # In a tuple, so that a bias that is a parameter is not registered here a second time.
+        self._bias = (bias,)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The original layer's bias."""
+        return self._bias[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the options live."""
+        return self.options[0].device
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed options; the original weight is not counted."""
+        return sum(option.nbytes for option in self.options if not isinstance(option, Tensor))
+
+    def select(
+        self, choice: int | None, gate: Tensor | None = None, active: Sequence[bool] | None = None
+    ) -> None:
+        """Use option ``choice`` from now on (None: the mixture of all options that ``gate`` weighs).
+
+        ``choice`` is the index of the gate that is one. It is passed as a number because reading it off the
+        gate would make the host wait for the device. A ``gate`` that requires grad receives ``<G, W_k>``.
+        """
+        selection = Selection(choice, gate, None if active is None else tuple(map(bool, active)))
+        _check(self.options, selection)
+        self.selection = selection
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the selected option."""
+        return switchable_linear(x, self.options, self.selection, self.bias, self.buffer)
+
+    def selected_weight(self, dtype: torch.dtype) -> Tensor:
+        """The selected option as a dense (out, in) matrix of its own, differentiable in the gate."""
+        return switchable_weight(self.options, self.selection, dtype)
+
+    def extra_repr(self) -> str:
+        """Shapes and the current choice, for ``print(model)``."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, options={len(self.options)}, choice={self.selection.choice}"
+        )
+
+
+class _SwitchableLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor | None,
+        bias: Tensor | None,
+        options: Sequence[Option],
+        selection: Selection,
+        buffer: WeightBuffer,
+    ) -> Tensor:
+        ctx.options, ctx.buffer = options, buffer
+        ctx.choice, ctx.active = selection.choice, selection.active
+        # The input is needed for G alone; a layer whose gates want nothing keeps nothing.
+        ctx.save_for_backward(
+            x if ctx.needs_input_grad[1] else None, gate.detach() if gate is not None else None
+        )
+        return F.linear(x, _dense(options, selection, x.dtype, x.device, buffer), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate = ctx.saved_tensors
+        grad_x = grad_gate = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            selection = Selection(ctx.choice, gate)
+            weight = _dense(ctx.options, selection, grad_y.dtype, grad_y.device, ctx.buffer)
+            grad_x = grad_y @ weight
+        if ctx.needs_input_grad[1]:
+            if ctx.active is not None and not any(ctx.active):
+                grad_gate = torch.zeros_like(gate)
+            else:
+                weight_gradient = _outer(grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1]))
+                grad_gate = _gate_gradient(weight_gradient, ctx.options, ctx.active, gate)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
+        return grad_x, grad_gate, grad_bias, None, None, None
+
+
+class _SwitchableWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Tensor, options: Sequence[Option], selection: Selection, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.options, ctx.active = options, selection.active
+        ctx.save_for_backward(gate.detach())
+        return _fresh(options, selection, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_weight: Tensor) -> tuple[Tensor | None, ...]:
+        (gate,) = ctx.saved_tensors
+        if grad_weight.dtype in (torch.bfloat16, torch.float16):
+            grad_weight = grad_weight.float()
+        return _gate_gradient(grad_weight, ctx.options, ctx.active, gate), None, None, None
+
+
+def _gate_gradient(
+    weight_gradient: Tensor, options: Sequence[Option], active: Sequence[bool] | None, gate: Tensor
+) -> Tensor:
+    wanted = options if active is None else [o if on else None for o, on in zip(options, active, strict=True)]
+    return inner_products(weight_gradient, wanted).to(device=gate.device, dtype=gate.dtype)
+
+
+def _outer(grad_y: Tensor, x: Tensor) -> Tensor:
+    """``grad_y.T @ x``, accumulated and kept in float32 at least."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return grad_y.t() @ x
+    if x.is_cuda:
+        return torch.mm(grad_y.t(), x, out_dtype=torch.float32)
+    return grad_y.float().t() @ x.float()
+
+
+def _dense(
+    options: Sequence[Option],
+    selection: Selection,
+    dtype: torch.dtype,
+    device: torch.device,
+    buffer: WeightBuffer,
+) -> Tensor:
+    """The selected weight as a dense matrix; valid until the buffer is used again."""
+    if selection.choice is not None:
+        option = options[selection.choice]
+        if isinstance(option, Tensor) and option.dtype == dtype:
+            return option
+        return _fill(option, buffer.take(_shape(option), dtype, device))
+    gate = selection.gate
+    assert gate is not None
+    mixture = buffer.take(_shape(options[0]), dtype, device).zero_()
+    term = buffer.take(_shape(options[0]), dtype, device, slot=1)
+    for option, weight in zip(options, gate.detach().to(device=device, dtype=dtype).unbind(), strict=True):
+        mixture.add_(_fill(option, term).mul_(weight))
+    return mixture
+
+
+def _fresh(options: Sequence[Option], selection: Selection, dtype: torch.dtype) -> Tensor:
+    with torch.no_grad():
+        weight = _dense(options, selection, dtype, options[0].device, WeightBuffer())
+        # An alias: autograd must not mark the original weight as a result of its own.
+        return weight.detach()
+
+
+def _fill(option: Option, out: Tensor) -> Tensor:
+    if isinstance(option, Tensor):
+        return out.copy_(option)
+    option.dequantize(out=out)
+    return out
+
+
+def _shape(option: Option) -> tuple[int, int]:
+    rows, columns = option.shape
+    return rows, columns
+
+
+def _check(options: Sequence[Option], selection: Selection) -> None:
+    count, choice, gate, active = len(options), selection.choice, selection.gate, selection.active
+    if choice is None and gate is None:
+        raise ValueError("A mixture (choice=None) needs gates; pass gate, or an option's index as choice.")
+    if choice is not None and not 0 <= choice < count:
+        raise ValueError(f"choice must be an option's index in 0..{count - 1}, got {choice}.")
+    if gate is not None and tuple(gate.shape) != (count,):
+        raise ValueError(f"gate must have shape ({count},), one entry per option; got {tuple(gate.shape)}.")
+    if active is not None and len(active) != count:
+        raise ValueError(f"active must have {count} entries, one per option; got {len(active)}.")

@@ -1,0 +1,504 @@
+"""Losses over a large vocabulary, computed from hidden states in chunks of tokens.
+
+Logits are tokens x vocabulary; for a modern model that is far more memory than the model's activations.
+Here they exist only for one chunk of tokens at a time: the loss *and* its gradient with respect to the hidden
+states (and to the output layer, when that is wanted) are formed while a chunk's logits are at hand, so that
+the backward pass has nothing left to do but scale.
+
+Half-precision inputs are multiplied exactly and accumulated in float32: logits are never rounded to half
+precision, which would add noise of the size of a good quantization's divergence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = [
+    "LOGITS_BYTES",
+    "Head",
+    "chunk_length",
+    "chunked_cross_entropy",
+    "chunked_kl",
+    "token_cross_entropy",
+    "token_kl",
+]
+
+LOGITS_BYTES = 64 * 2**20  # of one chunk's logits; a pass holds up to four such buffers
+_SLICE_ELEMENTS = 2**21  # of a half-precision output layer that are widened at a time
+_HALF = (torch.bfloat16, torch.float16)
+
+Reduction = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output layer: ``logits = cap(scale * (hidden @ weight.T + bias))``.
+
+    Args:
+        weight: (vocabulary, hidden).
+        bias: (vocabulary,) or None.
+        softcap: Bound of the logits, ``cap(z) = softcap * tanh(z / softcap)`` (as in Gemma 2), or None.
+        scale: Factor on the logits (as in Cohere, or one over Granite's divisor).
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.weight.ndim != 2 or not self.weight.is_floating_point():
+            raise ValueError(
+                f"The head's weight is a (vocabulary, hidden) matrix of floats, got {_describe(self.weight)}."
+            )
+        if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
+            raise ValueError(
+                f"The head's bias must have shape ({self.weight.shape[0]},), got {_describe(self.bias)}."
+            )
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap must be positive, or None for no cap; got {self.softcap}.")
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens the head scores."""
+        return self.weight.shape[0]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient of the head itself is wanted."""
+        return self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
+
+
+def chunk_length(vocabulary: int, dtype: torch.dtype = torch.float32, allowance: int = LOGITS_BYTES) -> int:
+    """Tokens per chunk such that one chunk's logits take at most ``allowance`` bytes (at least one token)."""
+    return max(1, allowance // (vocabulary * dtype.itemsize))
+
+
+def chunked_kl(
+    student_hidden: Tensor,
+    student_head: Head,
+    reference_hidden: Tensor,
+    reference_head: Head,
+    mask: Tensor | None = None,
+    chunk_tokens: int | None = None,
+    top_k: int | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """KL(reference || student), averaged over the counted tokens.
+
+    Differentiable with respect to the student's hidden states and head; the reference is a constant and may
+    live on another device (it is fetched chunk by chunk).
+
+    Args:
+        student_hidden: (tokens, hidden), or any leading shape.
+        student_head: Output layer of the student.
+        reference_hidden: Same leading shape as the student's.
+        reference_head: Output layer of the reference, over the same vocabulary.
+        mask: Leading shape of the hidden states, boolean or integer; only non-zero positions count.
+        chunk_tokens: Tokens per chunk; None takes :func:`chunk_length`.
+        top_k: Compare the reference's k likeliest tokens and one bucket of all the others. This is the KL of
+            the coarsened distributions: never above the full one, zero where they agree.
+        reduction: "mean" over counted tokens, or "sum".
+
+    Raises:
+        ValueError: On mismatched shapes, or if the mask leaves no token.
+    """
+    job, hidden = _kl_job(
+        student_hidden, student_head, reference_hidden, reference_head, mask, chunk_tokens, top_k
+    )
+    return _reduce(job, hidden, student_head, reduction)
+
+
+def token_kl(
+    student_hidden: Tensor,
+    student_head: Head,
+    reference_hidden: Tensor,
+    reference_head: Head,
+    mask: Tensor | None = None,
+    chunk_tokens: int | None = None,
+    top_k: int | None = None,
+) -> Tensor:
+    """KL of every counted token, in order, without gradient; arguments as in :func:`chunked_kl`."""
+    job, hidden = _kl_job(
+        student_hidden, student_head, reference_hidden, reference_head, mask, chunk_tokens, top_k
+    )
+    return _token_values(job, hidden, student_head)
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    mask: Tensor | None = None,
+    chunk_tokens: int | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Negative log-likelihood of ``targets``, averaged over the counted tokens (or summed).
+
+    ``targets`` has the leading shape of ``hidden`` and is already aligned with it: position t holds the token
+    that hidden state t predicts. Targets of positions that the mask leaves out are not looked at.
+    """
+    job, flat = _cross_entropy_job(hidden, head, targets, mask, chunk_tokens)
+    return _reduce(job, flat, head, reduction)
+
+
+def token_cross_entropy(
+    hidden: Tensor, head: Head, targets: Tensor, mask: Tensor | None = None, chunk_tokens: int | None = None
+) -> Tensor:
+    """Negative log-likelihood of every counted token, in order; no gradient."""
+    job, flat = _cross_entropy_job(hidden, head, targets, mask, chunk_tokens)
+    return _token_values(job, flat, head)
+
+
+# --- One pass over the chunks ---
+
+
+class _Criterion(Protocol):
+    """Per-token losses of one chunk, and their gradient with respect to the chunk's logits."""
+
+    def __call__(self, logits: Tensor, chunk: _Chunk, gradient: bool) -> tuple[Tensor, Tensor | None]:
+        """Leave ``logits`` as they are; the gradient may share a buffer with the next call's."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Counted tokens ``start:stop``; ``index`` holds their positions (None: every position counts)."""
+
+    start: int
+    stop: int
+    index: Tensor | None
+
+    def take(self, tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        """This chunk's rows of a tensor with one row per position."""
+        if self.index is None:
+            rows = tensor[self.start : self.stop]
+        else:
+            rows = tensor.index_select(0, self.index[self.start : self.stop].to(tensor.device))
+        return rows.to(device=device, dtype=dtype)
+
+
+class _Workspace:
+    """Named (chunk, vocabulary) buffers, allocated once per pass."""
+
+    def __init__(self, rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self.dtype, self.device = (rows, vocabulary), dtype, device
+        self._buffers: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, rows: int) -> Tensor:
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(self._shape, dtype=self.dtype, device=self.device)
+        return self._buffers[name][:rows]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Everything a pass needs apart from the tensors that autograd must see."""
+
+    criterion: _Criterion
+    workspace: _Workspace
+    index: Tensor | None
+    count: int
+    chunk_tokens: int
+
+    def chunks(self) -> Iterator[_Chunk]:
+        for start in range(0, self.count, self.chunk_tokens):
+            yield _Chunk(start, min(start + self.chunk_tokens, self.count), self.index)
+
+
+def _reduce(job: _Job, hidden: Tensor, head: Head, reduction: Reduction) -> Tensor:
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}.")
+    factor = 1.0 / job.count if reduction == "mean" else 1.0
+    if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
+        loss: Tensor = _ChunkedLoss.apply(hidden, head.weight, head.bias, head, job, factor)  # type: ignore[no-untyped-call]
+        return loss
+    return _token_values(job, hidden, head).sum() * factor
+
+
+@torch.no_grad()
+def _token_values(job: _Job, hidden: Tensor, head: Head) -> Tensor:
+    with torch.autocast(hidden.device.type, enabled=False):
+        values = []
+        for chunk in job.chunks():
+            logits = job.workspace("logits", chunk.stop - chunk.start)
+            _project(chunk.take(hidden, hidden.device), head, logits)
+            values.append(job.criterion(logits, chunk, False)[0])
+        return torch.cat(values)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sum of a criterion times ``factor``; its gradients are formed in the forward pass, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, job: _Job, factor: float
+    ) -> Tensor:
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wide = job.workspace.dtype
+        # float16 has too little range for a gradient divided by the number of tokens; bfloat16 has float32's.
+        kept = wide if hidden.dtype == torch.float16 else hidden.dtype
+        grad_hidden = torch.zeros_like(hidden, dtype=kept) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
+        values = []
+        with torch.autocast(hidden.device.type, enabled=False):
+            for chunk in job.chunks():
+                rows = chunk.take(hidden, hidden.device)
+                logits = job.workspace("logits", len(rows))
+                _project(rows, head, logits)
+                value, slope = job.criterion(logits, chunk, True)
+                assert slope is not None
+                values.append(value)
+                slope.mul_(head.scale)
+                if head.softcap is not None:  # d cap(z) / dz = 1 - (cap(z) / softcap)^2
+                    slope.addcmul_(slope, logits.div_(head.softcap).square_(), value=-1)
+                if grad_hidden is not None:
+                    grad_rows = _multiply(slope, weight).mul_(factor).to(kept)
+                    if chunk.index is None:
+                        grad_hidden[chunk.start : chunk.stop] = grad_rows
+                    else:
+                        grad_hidden.index_copy_(0, chunk.index[chunk.start : chunk.stop], grad_rows)
+                if grad_weight is not None:
+                    _accumulate_outer(grad_weight, slope, rows, factor)
+                if grad_bias is not None:
+                    grad_bias.add_(slope.sum(0), alpha=factor)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        return torch.cat(values).sum() * factor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (
+            None if gradient is None else (gradient * grad_loss).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (*scaled, None, None, None)
+
+
+# --- Criteria ---
+
+
+@dataclass(frozen=True)
+class _Divergence:
+    """KL of the reference's next-token distribution from the student's."""
+
+    hidden: Tensor
+    head: Head
+    workspace: _Workspace
+    top_k: int | None
+
+    def __call__(self, logits: Tensor, chunk: _Chunk, gradient: bool) -> tuple[Tensor, Tensor | None]:
+        rows = len(logits)
+        spare = self.workspace("probabilities", rows)
+        _project(chunk.take(self.hidden, logits.device), self.head, spare)
+        reference = torch.log_softmax(spare, 1, out=self.workspace("reference", rows))
+        student = torch.log_softmax(logits, 1, out=self.workspace("student", rows))
+        if self.top_k is not None and self.top_k < logits.shape[1]:
+            return self._coarse(reference, student, spare, self.top_k, gradient)
+        probabilities = torch.exp(reference, out=spare)
+        values = reference.sub_(student).mul_(probabilities).sum(1)
+        return values, student.exp_().sub_(probabilities) if gradient else None
+
+    @staticmethod
+    def _coarse(
+        reference: Tensor, student: Tensor, spare: Tensor, top_k: int, gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        top = reference.topk(top_k, dim=1).indices
+        reference_top, student_top = reference.gather(1, top), student.gather(1, top)
+        # The tail's mass from its own terms: one minus the top's would lose all its digits.
+        reference_tail = reference.scatter_(1, top, -torch.inf).logsumexp(1, keepdim=True)
+        student_tail = student.scatter_(1, top, -torch.inf).logsumexp(1, keepdim=True)
+        values = (reference_top.exp() * (reference_top - student_top)).sum(1)
+        values += (reference_tail.exp() * (reference_tail - student_tail)).squeeze(1)
+        if not gradient:
+            return values, None
+        # In the tail the target is the reference's tail mass, spread as the student spreads its own.
+        target = torch.add(student, reference_tail - student_tail, out=spare).exp_()
+        slope = student.exp_().sub_(target)
+        return values, slope.scatter_(1, top, student_top.exp() - reference_top.exp())
+
+
+@dataclass(frozen=True)
+class _NegativeLogLikelihood:
+    """Minus the log-probability of a given token."""
+
+    targets: Tensor
+    workspace: _Workspace
+
+    def __call__(self, logits: Tensor, chunk: _Chunk, gradient: bool) -> tuple[Tensor, Tensor | None]:
+        targets = chunk.take(self.targets, logits.device).unsqueeze(1)
+        scores = torch.log_softmax(logits, 1, out=self.workspace("student", len(logits)))
+        values = -scores.gather(1, targets).squeeze(1)
+        if not gradient:
+            return values, None
+        minus_one = torch.full_like(targets, -1, dtype=scores.dtype)
+        return values, scores.exp_().scatter_add_(1, targets, minus_one)
+
+
+# --- Products with the output layer: half-precision operands, wide results ---
+
+
+def _native_mixed(a: Tensor, b: Tensor) -> bool:
+    """Whether the device multiplies these halves into float32 by itself."""
+    return a.is_cuda and a.dtype == b.dtype and a.dtype in _HALF
+
+
+def _slices(weight: Tensor) -> Iterator[slice]:
+    step = max(1, _SLICE_ELEMENTS // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        yield slice(start, min(start + step, weight.shape[0]))
+
+
+def _project(hidden: Tensor, head: Head, out: Tensor) -> None:
+    """Logits of a chunk in ``out``'s dtype."""
+    weight = head.weight.detach()
+    if _native_mixed(hidden, weight) and out.dtype == torch.float32:
+        torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
+    elif weight.dtype == out.dtype:
+        torch.mm(hidden.to(out.dtype), weight.t(), out=out)
+    else:  # widened slice by slice, so that no wide copy of the whole layer exists
+        hidden = hidden.to(out.dtype)
+        for part in _slices(weight):
+            torch.mm(hidden, weight[part].to(out.dtype).t(), out=out[:, part])
+    if head.bias is not None:
+        out.add_(head.bias.detach())
+    if head.scale != 1.0:
+        out.mul_(head.scale)
+    if head.softcap is not None:
+        out.div_(head.softcap).tanh_().mul_(head.softcap)
+
+
+def _multiply(slope: Tensor, weight: Tensor) -> Tensor:
+    """``slope @ weight`` in the slope's dtype."""
+    if weight.dtype == slope.dtype:
+        return torch.mm(slope, weight)
+    if weight.is_cuda and weight.dtype in _HALF and slope.dtype == torch.float32:
+        return torch.mm(slope.to(weight.dtype), weight, out_dtype=torch.float32)
+    product = slope.new_zeros(slope.shape[0], weight.shape[1])
+    for part in _slices(weight):
+        product.addmm_(slope[:, part], weight[part].to(slope.dtype))
+    return product
+
+
+def _accumulate_outer(total: Tensor, slope: Tensor, rows: Tensor, factor: float) -> None:
+    """``total += factor * slope.T @ rows`` without a second tensor of the total's size."""
+    for part in _slices(total):
+        if rows.is_cuda and rows.dtype in _HALF and total.dtype == torch.float32:
+            product = torch.mm(slope[:, part].t().to(rows.dtype), rows, out_dtype=torch.float32)
+            total[part].add_(product, alpha=factor)
+        else:
+            total[part].addmm_(slope[:, part].t(), rows.to(total.dtype), alpha=factor)
+
+
+# --- Checks at the door ---
+
+
+def _kl_job(
+    student_hidden: Tensor,
+    student_head: Head,
+    reference_hidden: Tensor,
+    reference_head: Head,
+    mask: Tensor | None,
+    chunk_tokens: int | None,
+    top_k: int | None,
+) -> tuple[_Job, Tensor]:
+    student, reference = _flatten(student_hidden, student_head), _flatten(reference_hidden, reference_head)
+    if student_hidden.shape[:-1] != reference_hidden.shape[:-1]:
+        raise ValueError(
+            "Student and reference must cover the same tokens, got hidden states of shapes "
+            f"{tuple(student_hidden.shape)} and {tuple(reference_hidden.shape)}."
+        )
+    if student_head.vocabulary != reference_head.vocabulary:
+        raise ValueError(
+            "Student and reference must share one vocabulary, got heads of "
+            f"{student_head.vocabulary} and {reference_head.vocabulary} tokens."
+        )
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, or None for the full vocabulary; got {top_k}.")
+    dtype = _wide(student, student_head.weight, reference, reference_head.weight)
+    index, count = _counted(mask, student_hidden)
+    chunk_tokens, workspace = _prepare(student, student_head, dtype, count, chunk_tokens)
+    criterion = _Divergence(reference.detach(), reference_head, workspace, top_k)
+    return _Job(criterion, workspace, index, count, chunk_tokens), student
+
+
+def _cross_entropy_job(
+    hidden: Tensor, head: Head, targets: Tensor, mask: Tensor | None, chunk_tokens: int | None
+) -> tuple[_Job, Tensor]:
+    flat = _flatten(hidden, head)
+    if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64:
+        raise ValueError(
+            f"targets must be int64 of shape {tuple(hidden.shape[:-1])}, got {_describe(targets)}."
+        )
+    index, count = _counted(mask, hidden)
+    counted = _Chunk(0, count, index).take(targets.reshape(-1), targets.device)
+    low, high = (int(bound) for bound in counted.aminmax())
+    if low < 0 or high >= head.vocabulary:
+        raise ValueError(
+            f"targets must lie in 0..{head.vocabulary - 1}, got values from {low} to {high}; "
+            "leave positions without a target out through the mask."
+        )
+    chunk_tokens, workspace = _prepare(flat, head, _wide(flat, head.weight), count, chunk_tokens)
+    return _Job(
+        _NegativeLogLikelihood(targets.reshape(-1), workspace), workspace, index, count, chunk_tokens
+    ), flat
+
+
+def _prepare(
+    hidden: Tensor, head: Head, dtype: torch.dtype, count: int, chunk_tokens: int | None
+) -> tuple[int, _Workspace]:
+    if chunk_tokens is None:
+        chunk_tokens = chunk_length(head.vocabulary, dtype)
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}.")
+    chunk_tokens = min(chunk_tokens, count)
+    return chunk_tokens, _Workspace(chunk_tokens, head.vocabulary, dtype, hidden.device)
+
+
+def _flatten(hidden: Tensor, head: Head) -> Tensor:
+    if hidden.ndim < 2 or not hidden.is_floating_point() or hidden.shape[-1] != head.weight.shape[1]:
+        raise ValueError(
+            f"Hidden states must be floats of shape (..., {head.weight.shape[1]}) to fit the head, "
+            f"got {_describe(hidden)}."
+        )
+    return hidden.reshape(-1, hidden.shape[-1])
+
+
+def _counted(mask: Tensor | None, hidden: Tensor) -> tuple[Tensor | None, int]:
+    """Positions that count (None: all) and how many they are."""
+    total = hidden.shape[:-1].numel()
+    if mask is None:
+        if total == 0:
+            raise ValueError(f"No token to average over: the hidden states have shape {tuple(hidden.shape)}.")
+        return None, total
+    if mask.shape != hidden.shape[:-1] or mask.is_floating_point() or mask.is_complex():
+        raise ValueError(
+            f"mask must be boolean or integer of shape {tuple(hidden.shape[:-1])}, got {_describe(mask)}; "
+            "fractional weights are not supported."
+        )
+    index = mask.reshape(-1).nonzero().squeeze(1).to(hidden.device)
+    if len(index) == 0:
+        raise ValueError(
+            f"No token to average over: the mask leaves out all {total} positions. "
+            "Check that the data has an answer part within the sequence length."
+        )
+    return (None, total) if len(index) == total else (index, len(index))
+
+
+def _wide(*tensors: Tensor) -> torch.dtype:
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}".removeprefix("torch.")
