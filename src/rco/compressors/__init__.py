@@ -1,0 +1,1 @@
+"""Compression of single tensors: tensors in, tensors out, no knowledge of any model."""

@@ -1,0 +1,233 @@
+"""Compiled CPU loops over bit-packed rows: unpack, decode, and inner products with a gradient.
+
+Every kernel handles a range of rows and releases the GIL, so that :func:`over_rows` can spread a layer over
+plain threads. That keeps the result independent of the number of threads (each row is one sum, rows are added
+afterwards in order) and free of any OpenMP or TBB runtime that could clash with torch's own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+__all__ = [
+    "ROUND_BFLOAT16",
+    "ROUND_HALF",
+    "ROUND_NONE",
+    "decode_bfloat16",
+    "decode_float",
+    "dot_bfloat16",
+    "dot_float",
+    "over_rows",
+    "unpack_rows",
+]
+
+ROUND_NONE, ROUND_BFLOAT16, ROUND_HALF = 0, 1, 2
+"""How a decoded product is rounded to its storage type; float32 and float64 need nothing beyond the product."""
+
+_SUM_SPAN = 256
+"""Longest run that is summed in the gradient's own precision before it joins the float64 total of the row."""
+
+_PARALLEL_WORK = 1 << 16
+_CACHE_BYTES = 1 << 19
+_REASSOCIATE = {"reassoc", "contract", "nsz"}
+
+
+def _make_unpacker(bits: int) -> Any:
+    """A function that spreads one packed row over bytes; ``bits`` is a constant in it, so shifts unroll."""
+    mask = np.uint64((1 << bits) - 1)
+
+    @numba.njit(nogil=True)
+    def unpack_row(stream: Any, cols: int, codes: Any) -> None:
+        # Eight codes fill exactly `bits` bytes, so each unit starts on a byte whatever the width.
+        for unit in range(cols // 8):
+            word = np.uint64(0)
+            for byte in range(bits):
+                word |= np.uint64(stream[unit * bits + byte]) << np.uint64(8 * byte)
+            for i in range(8):
+                codes[unit * 8 + i] = np.uint8((word >> np.uint64(i * bits)) & mask)
+        for col in range(cols - cols % 8, cols):
+            start = col * bits
+            value = np.uint64(stream[start >> 3])
+            if (start & 7) + bits > 8:
+                value |= np.uint64(stream[(start >> 3) + 1]) << np.uint64(8)
+            codes[col] = np.uint8((value >> np.uint64(start & 7)) & mask)
+
+    return unpack_row
+
+
+_unpack_1, _unpack_2, _unpack_3, _unpack_4, _unpack_5, _unpack_6, _unpack_7, _unpack_8 = (
+    _make_unpacker(bits) for bits in range(1, 9)
+)
+
+
+@numba.njit(nogil=True)
+def _unpack_row(stream: Any, bits: int, cols: int, codes: Any) -> None:
+    if bits == 1:
+        _unpack_1(stream, cols, codes)
+    elif bits == 2:
+        _unpack_2(stream, cols, codes)
+    elif bits == 3:
+        _unpack_3(stream, cols, codes)
+    elif bits == 4:
+        _unpack_4(stream, cols, codes)
+    elif bits == 5:
+        _unpack_5(stream, cols, codes)
+    elif bits == 6:
+        _unpack_6(stream, cols, codes)
+    elif bits == 7:
+        _unpack_7(stream, cols, codes)
+    else:
+        _unpack_8(stream, cols, codes)
+
+
+@numba.njit(nogil=True)
+def _as_bfloat16(value: Any) -> Any:
+    # Round to nearest even on the upper half of the float32 pattern.
+    pattern = np.float32(value).view(np.uint32)
+    pattern = np.uint32(pattern + np.uint32(0x7FFF) + ((pattern >> np.uint32(16)) & np.uint32(1)))
+    return np.uint32(pattern & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@numba.njit(nogil=True)
+def _as_half(value: Any) -> Any:
+    # Ordinary numbers keep 10 fraction bits; below 2^-14 the step is 2^-24, to which float32 rounds near 0.75.
+    value = np.float32(value)
+    pattern = value.view(np.uint32)
+    pattern = np.uint32(pattern + np.uint32(0xFFF) + ((pattern >> np.uint32(13)) & np.uint32(1)))
+    normal = np.uint32(pattern & np.uint32(0xFFFFE000)).view(np.float32)
+    tiny = np.float32(np.float32(value + np.float32(0.75)) - np.float32(0.75))
+    result = tiny if abs(value) < np.float32(2.0**-14) else normal
+    return result if abs(result) <= np.float32(65504.0) else value * np.float32(np.inf)
+
+
+# Inner loops run over slices that start at zero: an offset in the index keeps LLVM from vectorising them.
+@numba.njit(nogil=True)
+def _decode_row(codes: Any, scales: Any, zeros: Any, group: int, rounding: int, values: Any) -> None:
+    number = scales.dtype.type
+    for g in range(scales.shape[0]):
+        source = codes[g * group : (g + 1) * group]
+        target = values[g * group : (g + 1) * group]
+        scale = scales[g]
+        zero = number(zeros[g])
+        if rounding == ROUND_BFLOAT16:
+            for j in range(target.shape[0]):
+                target[j] = _as_bfloat16((number(source[j]) - zero) * scale)
+        elif rounding == ROUND_HALF:
+            for j in range(target.shape[0]):
+                target[j] = _as_half((number(source[j]) - zero) * scale)
+        else:
+            for j in range(target.shape[0]):
+                target[j] = (number(source[j]) - zero) * scale
+
+
+@numba.njit(nogil=True, fastmath=_REASSOCIATE)
+def _dot(gradient: Any, values: Any) -> float:
+    total = 0.0
+    for start in range(0, values.shape[0], _SUM_SPAN):
+        left = gradient[start : start + _SUM_SPAN]
+        right = values[start : start + _SUM_SPAN]
+        part = gradient.dtype.type(0)
+        for j in range(right.shape[0]):
+            part += left[j] * right[j]
+        total += part
+    return total
+
+
+@numba.njit(nogil=True, cache=True)
+def unpack_rows(stream: Any, bits: int, codes: Any) -> None:
+    """Spread packed rows (uint8 view of the words) over ``codes`` (rows, cols)."""
+    for row in range(codes.shape[0]):
+        _unpack_row(stream[row], bits, codes.shape[1], codes[row])
+
+
+@numba.njit(nogil=True, cache=True)
+def decode_float(codes: Any, scales: Any, zeros: Any, group: int, rounding: int, values: Any) -> None:
+    """Write ``(code - zero) * scale``, rounded as stored, to ``values`` (float32 or float64)."""
+    for row in range(values.shape[0]):
+        _decode_row(codes[row], scales[row], zeros[row], group, rounding, values[row])
+
+
+@numba.njit(nogil=True, cache=True)
+def decode_bfloat16(codes: Any, scales: Any, zeros: Any, group: int, rounding: int, patterns: Any) -> None:
+    """As :func:`decode_float`, writing the bit patterns (uint16) of bfloat16 values."""
+    values = np.empty(patterns.shape[1], dtype=np.float32)
+    for row in range(patterns.shape[0]):
+        _decode_row(codes[row], scales[row], zeros[row], group, rounding, values)
+        for j in range(patterns.shape[1]):
+            rounded = np.float32(_as_bfloat16(values[j]))
+            pattern = rounded.view(np.uint32)
+            patterns[row, j] = np.uint16(pattern >> np.uint32(16))
+
+
+@numba.njit(nogil=True, cache=True)
+def dot_float(
+    gradient: Any, codes: Any, scales: Any, zeros: Any, group: int, rounding: int, sums: Any
+) -> None:
+    """``sums[row] = <gradient[row], decoded row>`` for a float32 or float64 gradient."""
+    values = np.empty(gradient.shape[1], dtype=gradient.dtype)
+    for row in range(gradient.shape[0]):
+        _decode_row(codes[row], scales[row], zeros[row], group, rounding, values)
+        sums[row] = _dot(gradient[row], values)
+
+
+@numba.njit(nogil=True, cache=True)
+def dot_bfloat16(
+    patterns: Any, codes: Any, scales: Any, zeros: Any, group: int, rounding: int, sums: Any
+) -> None:
+    """As :func:`dot_float` for a bfloat16 gradient given by its bit patterns (uint16)."""
+    cols = patterns.shape[1]
+    values = np.empty(cols, dtype=np.float32)
+    gradient = np.empty(cols, dtype=np.float32)
+    for row in range(patterns.shape[0]):
+        for j in range(cols):
+            pattern = np.uint32(np.uint32(patterns[row, j]) << np.uint32(16))
+            gradient[j] = pattern.view(np.float32)
+        _decode_row(codes[row], scales[row], zeros[row], group, rounding, values)
+        sums[row] = _dot(gradient, values)
+
+
+_pools: dict[int, ThreadPoolExecutor] = {}
+_pools_guard = threading.Lock()
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    with _pools_guard:
+        if threads not in _pools:
+            _pools[threads] = ThreadPoolExecutor(threads, thread_name_prefix="rco-rows")
+        return _pools[threads]
+
+
+# Threads do not survive a fork; a child starts with none and makes its own.
+os.register_at_fork(after_in_child=_pools.clear)
+
+
+def over_rows(rows: int, row_work: int, task: Callable[[int, int], None], row_bytes: int = 0) -> None:
+    """Call ``task(start, stop)`` over all rows, on as many threads as torch is set to use.
+
+    Args:
+        rows: Number of rows.
+        row_work: Elements visited per row; small jobs run on the calling thread.
+        task: Handles rows ``start`` to ``stop``; must release the GIL to gain from threads.
+        row_bytes: If given, ranges are cut so that this much per row stays within a core's cache.
+    """
+    threads = min(torch.get_num_threads(), rows)
+    if rows * row_work < _PARALLEL_WORK:
+        threads = 1
+    span = max(1, -(-rows // max(threads, 1)))
+    if row_bytes:
+        span = max(1, min(span, _CACHE_BYTES // row_bytes))
+    ranges = [(start, min(start + span, rows)) for start in range(0, rows, span)]
+    if threads <= 1:
+        for start, stop in ranges:
+            task(start, stop)
+        return
+    for _ in _pool(threads).map(lambda ends: task(*ends), ranges):
+        pass
