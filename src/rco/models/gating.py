@@ -1,0 +1,236 @@
+"""Putting switchable layers into a model and taking them out again, and checkpointing its blocks.
+
+Everything here is a context manager: on the way out, also after an exception, the model is the one that came in,
+module for module and flag for flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rco.compressors.packing import PackedWeight
+from rco.compressors.switchable import Selection, SwitchableLinear, WeightBuffer
+
+__all__ = ["GatedModel", "checkpointed_blocks", "frozen", "make_switchable", "switchable_model"]
+
+_ONE_HOT_TOLERANCE = 1e-6  # straight-through gates carry rounding of this size at most
+
+
+def make_switchable(module: nn.Module, options: Sequence[PackedWeight | None]) -> SwitchableLinear:
+    """The stand-in for an ``nn.Linear`` or a transformers ``Conv1D``; None is the module's own weight."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        raise TypeError(f"Only linear layers can be switchable, got {type(module).__name__}.")
+    # Conv1D is known by name so that models without it need not import it.
+    transposed = type(module).__name__ == "Conv1D"
+    if not transposed and not isinstance(module, nn.Linear):
+        raise TypeError(f"Only nn.Linear and Conv1D can be switchable, got {type(module).__name__}.")
+    bias = getattr(module, "bias", None)
+    return SwitchableLinear(options, weight, bias, transposed=transposed)
+
+
+class GatedModel:
+    """A model whose switchable layers are driven by one matrix of gates.
+
+    Args:
+        model: The model with the layers in place.
+        modules: Layer name -> switchable layer.
+    """
+
+    def __init__(self, model: nn.Module, modules: Mapping[str, SwitchableLinear]) -> None:
+        self.model = model
+        self.modules = dict(modules)
+
+    def set_gates(
+        self,
+        gates: Tensor,
+        group_of: Mapping[str, int],
+        *,
+        relaxed: bool = False,
+        active: Tensor | None = None,
+    ) -> list[int | None]:
+        """Let every layer use the option that its row of the gates picks.
+
+        Args:
+            gates: (N, K); rows are one-hot and may carry gradient. They are read once, here; keep them on the CPU
+                to spare a wait for the device.
+            group_of: Layer name -> row, for every switchable layer. Layers that share a row share the choice, and
+                their gradients add.
+            relaxed: Allow rows that are not one-hot: their layers use the dense mixture of all options.
+            active: (N, K) bool, options whose gradient is wanted; the others get exactly zero.
+
+        Returns:
+            The choice of every row; None for a mixture.
+        """
+        self._check(gates, group_of, active)
+        choices = _choices(gates, relaxed)
+        wanted = [None] * len(choices) if active is None else active.tolist()
+        rows: dict[torch.device, tuple[Tensor, ...]] = {}
+        for name, module in self.modules.items():
+            device, row = module.device, group_of[name]
+            if device not in rows:
+                # One unbind for all layers of a device: the gradient is put together once, not once per layer.
+                dtype = torch.float32 if device.type == "mps" else gates.dtype
+                rows[device] = gates.to(device=device, dtype=dtype).unbind()
+            module.select(choices[row], rows[device][row], wanted[row])
+        return choices
+
+    def clear(self) -> None:
+        """Forget the gates (and with them any graph they belong to); every layer keeps its choice if it has one."""
+        for module in self.modules.values():
+            module.selection = Selection(module.selection.choice or 0)
+
+    def _check(self, gates: Tensor, group_of: Mapping[str, int], active: Tensor | None) -> None:
+        if gates.ndim != 2 or not gates.is_floating_point():
+            raise ValueError(
+                f"gates must be floats of shape (groups, options), got {gates.dtype} {tuple(gates.shape)}."
+            )
+        missing = [name for name in self.modules if name not in group_of]
+        if missing:
+            raise ValueError(
+                f"{len(missing)} switchable layers have no row of the gates, the first is {missing[0]!r}; "
+                "group_of must name every layer."
+            )
+        count, options = gates.shape
+        for name, module in self.modules.items():
+            if not 0 <= group_of[name] < count:
+                raise ValueError(f"Layer {name!r} asks for row {group_of[name]} of {count} rows of gates.")
+            if len(module.options) != options:
+                raise ValueError(
+                    f"Layer {name!r} has {len(module.options)} options, the gates have {options} columns."
+                )
+        if active is not None and active.shape != gates.shape:
+            raise ValueError(
+                f"active must have the shape of the gates, {tuple(gates.shape)}; got {tuple(active.shape)}."
+            )
+
+
+@contextmanager
+def switchable_model(
+    model: nn.Module, modules: Mapping[str, SwitchableLinear], *, freeze: bool = True
+) -> Iterator[GatedModel]:
+    """Replace the named layers of a model for the duration of the context.
+
+    All of them share one buffer for dense weights. With ``freeze`` the model is also in evaluation mode and none of
+    its parameters asks for a gradient, so that a backward pass computes what the gates need and nothing else.
+
+    Args:
+        model: Any module; its layers come back on the way out.
+        modules: Name, as in ``model.named_modules()``, -> stand-in (see :func:`make_switchable`).
+        freeze: Freeze the parameters and switch to evaluation mode meanwhile.
+    """
+    places = [(*_locate(model, name), module) for name, module in modules.items()]
+    buffer = WeightBuffer()
+    gated = GatedModel(model, modules)
+    with ExitStack() as stack:
+        if freeze:
+            stack.enter_context(frozen(model))
+        stack.callback(buffer.clear)
+        stack.callback(gated.clear)
+        for parent, attribute, module in places:
+            stack.callback(setattr, parent, attribute, getattr(parent, attribute))
+            stack.callback(setattr, module, "buffer", module.buffer)
+            module.buffer = buffer
+            module.train(model.training)
+            setattr(parent, attribute, module)
+        yield gated
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[nn.Module]:
+    """Evaluation mode and no parameter gradients; every flag is as before afterwards."""
+    training = [(module, module.training) for module in model.modules()]
+    wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        model.eval()
+        for parameter, _ in wanted:
+            parameter.requires_grad_(False)
+        yield model
+    finally:
+        for module, flag in training:
+            module.training = flag
+        for parameter, flag in wanted:
+            parameter.requires_grad_(flag)
+
+
+@contextmanager
+def checkpointed_blocks(blocks: Iterable[nn.Module]) -> Iterator[None]:
+    """Let each block keep only its input and compute the rest again in the backward pass.
+
+    The gates' choices are those of the forward pass even if they have changed since, so that the losses of several
+    assignments may be summed before one backward pass. Without gradients the blocks run as they are.
+    """
+    with ExitStack() as stack:
+        for block in blocks:
+            own = block.__dict__.get("forward")  # set by hooks of other libraries, for instance
+            if own is None:
+                stack.callback(block.__dict__.pop, "forward", None)
+            else:
+                stack.callback(block.__dict__.__setitem__, "forward", own)
+            block.__dict__["forward"] = _checkpointing(block, block.forward)
+        yield
+
+
+def _checkpointing(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # By trait rather than by name: some architectures pass the cache by position.
+        if any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values())):
+            raise ValueError(
+                f"A checkpointed {type(block).__name__} would write to its key-value cache twice; "
+                "call the model with use_cache=False."
+            )
+        selections = [
+            (module, module.selection) for module in block.modules() if isinstance(module, SwitchableLinear)
+        ]
+
+        def replay(*args: Any, **kwargs: Any) -> Any:
+            current = [(module, module.selection) for module, _ in selections]
+            _restore(selections)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                _restore(current)
+
+        # Random numbers are worth their bookkeeping only where something draws them.
+        return checkpoint(replay, *args, use_reentrant=False, preserve_rng_state=block.training, **kwargs)
+
+    return run
+
+
+def _restore(selections: Sequence[tuple[SwitchableLinear, Selection]]) -> None:
+    for module, selection in selections:
+        module.selection = selection
+
+
+def _locate(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    parent_name, _, attribute = name.rpartition(".")
+    try:
+        parent = model.get_submodule(parent_name)
+        parent.get_submodule(attribute)
+    except AttributeError as error:
+        raise KeyError(f"The model has no layer {name!r}: {error}.") from error
+    return parent, attribute
+
+
+def _choices(gates: Tensor, relaxed: bool) -> list[int | None]:
+    values = gates.detach().cpu()
+    indices = values.argmax(1)
+    target = torch.zeros_like(values).scatter_(1, indices.unsqueeze(1), 1.0)
+    one_hot = ((values - target).abs() <= _ONE_HOT_TOLERANCE).all(1)
+    if not relaxed and not bool(one_hot.all()):
+        row = int((~one_hot).nonzero()[0])
+        raise ValueError(
+            f"Row {row} of the gates is not one-hot: {values[row].tolist()}. "
+            "Pass one-hot gates, or relaxed=True for the (slower) dense mixture."
+        )
+    return [
+        int(index) if hard else None for index, hard in zip(indices.tolist(), one_hot.tolist(), strict=True)
+    ]
