@@ -1,0 +1,180 @@
+"""Torch optimizers on the budget manifold: project the gradient, step, retract, transport the momentum.
+
+The three operations wrap around any torch optimizer (paper, section 2; Algorithm 1, lines 9 to 14).
+:class:`RiemannianAdam` is that wrapper around ``torch.optim.Adam``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rco.core.manifold import BudgetManifold
+
+__all__ = ["RiemannianAdam", "RiemannianOptimizer"]
+
+_MOMENTUM_KEYS = ("exp_avg", "momentum_buffer")  # as torch's optimizers name their first moments
+_SLACK_KEY = "slack_momentum"
+
+
+class RiemannianOptimizer(torch.optim.Optimizer):
+    """Keeps the parameters of any torch optimizer with a momentum on a budget manifold.
+
+    Each step projects the gradients onto the tangent space, lets the wrapped optimizer step, retracts the
+    parameters and transports the first moment (``exp_avg`` or ``momentum_buffer``); second moments are magnitudes
+    per coordinate and stay as they are. ``param_groups`` and ``state`` are those of the wrapped optimizer, so
+    learning-rate schedulers and checkpoints work on this object. Under ``sense="<="`` the momentum's component
+    along the slack is kept beside it in the state.
+
+    Parameters start wherever they are; retract them first if the first gradient should be taken on the manifold.
+
+    Args:
+        optimizer: The torch optimizer, with (N, K) float64 CPU parameters.
+        manifold: Where they live. A param group may carry its own under the key ``"manifold"``; a group whose
+            manifold is None is optimized without constraint.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, manifold: BudgetManifold | None = None) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                "LBFGS takes several inner steps per call and keeps no momentum to transport; wrap SGD, Adam or "
+                "another first-order optimizer."
+            )
+        self._inner = optimizer
+        self._manifold = manifold
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._link()
+
+    def _link(self) -> None:
+        """Make groups and state one and the same for this object and the wrapped optimizer."""
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its ``"manifold"`` defaults to the one given at construction."""
+        manifold = param_group.setdefault("manifold", self._manifold)
+        if not any(param_group is known for known in self._inner.param_groups):
+            self._inner.add_param_group(param_group)
+        if manifold is not None:
+            for parameter in param_group["params"]:
+                _check_parameter(parameter, manifold)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on the manifold.
+
+        Args:
+            closure: Re-evaluates the model and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        constrained = [
+            (parameter, group)
+            for group in self.param_groups
+            if group["manifold"] is not None
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        gradients = [parameter.grad for parameter, _ in constrained]
+        along = [self._project_gradient(parameter, group) for parameter, group in constrained]
+        try:
+            self._inner.step()
+        finally:
+            for (parameter, _), gradient in zip(constrained, gradients, strict=True):
+                parameter.grad = gradient  # the caller's gradient is not ours to change
+        for (parameter, group), component in zip(constrained, along, strict=True):
+            parameter.copy_(group["manifold"].retract(parameter))
+            self._transport_momentum(parameter, group, component)
+        return loss
+
+    def _project_gradient(self, parameter: Tensor, group: dict[str, Any]) -> Tensor | None:
+        """Replace the gradient by its tangent part; returns the part along the slack, if there is one."""
+        manifold: BudgetManifold = group["manifold"]
+        assert parameter.grad is not None
+        if manifold.problem.sense == "==":
+            parameter.grad = manifold.project(parameter, parameter.grad)
+            return None
+        none = parameter.new_zeros(manifold.problem.num_budgets)
+        parameter.grad, along = manifold.project(parameter, parameter.grad, none)
+        return -along if group.get("maximize") else along
+
+    def _transport_momentum(self, parameter: Tensor, group: dict[str, Any], along: Tensor | None) -> None:
+        manifold: BudgetManifold = group["manifold"]
+        state = self.state[parameter]
+        for key in _MOMENTUM_KEYS:
+            momentum = state.get(key)
+            if momentum is None:
+                continue
+            if along is None:
+                momentum.copy_(manifold.transport(parameter, momentum))
+            else:
+                component = _slack_momentum(state.get(_SLACK_KEY), along, group)
+                moved, state[_SLACK_KEY] = manifold.transport(parameter, momentum, component)
+                momentum.copy_(moved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state; manifolds are left out, as they are rebuilt from their problems."""
+        described: dict[str, Any] = self._inner.state_dict()
+        for group in described["param_groups"]:
+            group.pop("manifold", None)
+        return described
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Read what :meth:`state_dict` gave; the manifolds of this object's groups stay."""
+        manifolds = [group["manifold"] for group in self.param_groups]
+        self._inner.load_state_dict(state_dict)
+        self._link()
+        for group, manifold in zip(self.param_groups, manifolds, strict=True):
+            group["manifold"] = manifold
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._inner!r})"
+
+
+class RiemannianAdam(RiemannianOptimizer):
+    """Adam on the budget manifold (Algorithm 1, lines 9 to 14).
+
+    Step for step equal to ``torch.optim.Adam`` wherever projection and retraction change nothing.
+
+    Args:
+        params: (N, K) float64 CPU tensors, or param groups, each of which may carry its own ``"manifold"``.
+        manifold: Where they live.
+        lr: Learning rate.
+        betas: Decay rates of the two moments.
+        eps: Added to the denominator.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        manifold: BudgetManifold | None = None,
+        lr: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(torch.optim.Adam(params, lr=lr, betas=betas, eps=eps), manifold)
+
+
+def _slack_momentum(previous: Tensor | None, along: Tensor, group: dict[str, Any]) -> Tensor:
+    """The slack's first moment, updated by the rule that the wrapped optimizer applies to the parameters."""
+    if "betas" in group:  # Adam and its relatives
+        return (torch.zeros_like(along) if previous is None else previous).lerp(along, 1 - group["betas"][0])
+    if previous is None:  # SGD starts from the first gradient
+        return along
+    return previous * group.get("momentum", 0.0) + along * (1 - group.get("dampening", 0.0))
+
+
+def _check_parameter(parameter: Tensor, manifold: BudgetManifold) -> None:
+    expected = (manifold.problem.num_groups, manifold.problem.num_options)
+    if tuple(parameter.shape) != expected:
+        raise ValueError(f"Parameters on this manifold have shape {expected}, got {tuple(parameter.shape)}.")
+    if parameter.dtype != torch.float64 or parameter.device.type != "cpu":
+        raise TypeError(
+            "Parameters on a budget manifold must be float64 on the CPU, which keeps the budget to twelve digits; "
+            f"got {parameter.dtype} on {parameter.device}. Use x.double().cpu()."
+        )
