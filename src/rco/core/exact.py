@@ -36,9 +36,8 @@ class ExactArray:
         """The nearest float64 of each entry."""
         if self.numerators.dtype != object and self.denominator < 2**53:
             return self.numerators.astype(np.float64) / self.denominator
-        return np.vectorize(lambda n: float(Fraction(int(n), self.denominator)), otypes=[np.float64])(
-            self.numerators
-        )
+        convert = np.vectorize(lambda n: float(Fraction(int(n), self.denominator)), otypes=[np.float64])
+        return np.asarray(convert(self.numerators))
 
     def to_json(self) -> Any:
         """Nested lists of integers and "p/q" strings."""

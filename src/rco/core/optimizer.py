@@ -163,10 +163,11 @@ class RiemannianAdam(RiemannianOptimizer):
 def _slack_momentum(previous: Tensor | None, along: Tensor, group: dict[str, Any]) -> Tensor:
     """The slack's first moment, updated by the rule that the wrapped optimizer applies to the parameters."""
     if "betas" in group:  # Adam and its relatives
-        return (torch.zeros_like(along) if previous is None else previous).lerp(along, 1 - group["betas"][0])
+        start = torch.zeros_like(along) if previous is None else previous
+        return start.lerp(along, 1 - float(group["betas"][0]))
     if previous is None:  # SGD starts from the first gradient
         return along
-    return previous * group.get("momentum", 0.0) + along * (1 - group.get("dampening", 0.0))
+    return previous * float(group.get("momentum", 0.0)) + along * (1 - float(group.get("dampening", 0.0)))
 
 
 def _check_parameter(parameter: Tensor, manifold: BudgetManifold) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -19,78 +19,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rco.core.allocation import Allocation
 from rco.core.exact import ExactArray, exact_array, integer_array
+from rco.core.problem_input import (
+    check_allowed,
+    check_labels,
+    check_weights,
+    costs_with_holes,
+    count_groups,
+    fill_forbidden,
+    json_number,
+    plain,
+    show,
+    weighted_costs,
+)
 
 __all__ = ["Allocation", "AllocationProblem", "InfeasibleBudgetError", "ReducedCosts"]
 
 Sense = Literal["==", "<="]
-_INT64_SAFE = 2**62
 
 
 class InfeasibleBudgetError(ValueError):
     """No assignment meets the budget; the message names the reachable range."""
-
-
-class Allocation(Sequence[int]):
-    """One option index per group, with the labels of its problem for reading.
-
-    Behaves as a read-only sequence of integers and converts to an array with ``numpy.asarray``.
-    """
-
-    __slots__ = ("choices", "groups", "options")
-
-    def __init__(
-        self, choices: Any, groups: Sequence[str] | None = None, options: Sequence[str] | None = None
-    ) -> None:
-        array = np.array(choices, dtype=np.int64)
-        if array.ndim != 1:
-            raise ValueError(f"An allocation is one option per group, got an array of shape {array.shape}.")
-        array.setflags(write=False)
-        self.choices = array
-        self.groups = tuple(groups) if groups is not None else None
-        self.options = tuple(options) if options is not None else None
-
-    def __len__(self) -> int:
-        return len(self.choices)
-
-    def __getitem__(self, index: Any) -> Any:
-        picked = self.choices[index]
-        return int(picked) if np.ndim(picked) == 0 else picked
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.choices.tolist())
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.choices, dtype=dtype)
-
-    def __eq__(self, other: object) -> bool:
-        try:
-            return bool(np.array_equal(self.choices, np.asarray(other)))
-        except (TypeError, ValueError):
-            return NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self.choices.tobytes())
-
-    def __repr__(self) -> str:
-        shown = ", ".join(map(str, self.choices[:12].tolist()))
-        return f"Allocation([{shown}{', ...' if len(self) > 12 else ''}], groups={len(self)})"
-
-    def tolist(self) -> list[int]:
-        """The option indices as a list."""
-        return self.choices.tolist()
-
-    def to_dict(self) -> dict[str, str]:
-        """Group label to option label, both defaulting to their indices."""
-        groups = self.groups or [str(i) for i in range(len(self))]
-        return {
-            group: self.options[k] if self.options else str(k)
-            for group, k in zip(groups, self.tolist(), strict=True)
-        }
-
-    def one_hot(self, num_options: int) -> Tensor:
-        """Float64 gates (N, K) with a one at each chosen option."""
-        return torch.nn.functional.one_hot(torch.tensor(self.choices), num_options).double()
 
 
 @dataclass(frozen=True)
@@ -148,24 +98,24 @@ class AllocationProblem:
         self.sense: Sense = sense
         self.monotone = bool(monotone)
 
-        costs = _costs_with_holes(option_costs, allowed)
-        num_groups = _count_groups(costs, weights, blocks, allowed, groups, budget)
+        costs = costs_with_holes(option_costs, allowed)
+        num_groups = count_groups(costs, weights, blocks, allowed, groups, budget)
         self._given_costs = costs
         self.num_options = int(costs.numerators.shape[-1])
         self.num_groups = num_groups
-        self.allowed = _check_allowed(allowed, num_groups, self.num_options)
-        self._weights = _check_weights(weights, num_groups)
-        self.groups = _check_labels(groups, num_groups, "groups")
-        self.options = _check_labels(options, self.num_options, "options")
+        self.allowed = check_allowed(allowed, num_groups, self.num_options)
+        self._weights = check_weights(weights, num_groups)
+        self.groups = check_labels(groups, num_groups, "groups")
+        self.options = check_labels(options, self.num_options, "options")
 
         broadcast = np.broadcast_to(
             costs.numerators if costs.numerators.ndim == 3 else costs.numerators[None],
             (costs.numerators.shape[0] if costs.numerators.ndim == 3 else 1, num_groups, self.num_options),
         )
         self.num_joint = int(broadcast.shape[0])
-        broadcast = _fill_forbidden(broadcast, self.allowed)
+        broadcast = fill_forbidden(broadcast, self.allowed)
         self._directions = ExactArray(broadcast, costs.denominator)
-        self.unit_costs, self.denominator = _weighted(self._directions, self._weights)
+        self.unit_costs, self.denominator = weighted_costs(self._directions, self._weights)
         self._set_blocks(blocks)
         self._set_budgets(budget)
         self._check_range()
@@ -184,7 +134,9 @@ class AllocationProblem:
             )
         ids = blocks.tolist() if hasattr(blocks, "tolist") else list(blocks)
         if len(ids) != self.num_groups:
-            raise ValueError(f"blocks must name a block for each of {self.num_groups} groups, got {len(ids)}.")
+            raise ValueError(
+                f"blocks must name a block for each of {self.num_groups} groups, got {len(ids)}."
+            )
         self.block_ids = tuple(sorted(set(ids)))
         position = {block: j for j, block in enumerate(self.block_ids)}
         self.block_index = np.array([position[block] for block in ids], dtype=np.int64)
@@ -219,7 +171,7 @@ class AllocationProblem:
     @property
     def budget(self) -> Any:
         """The budget as an exact number, or a tuple of them."""
-        return self._per_budget([_plain(b) for b in self.budgets])
+        return self._per_budget([plain(b) for b in self.budgets])
 
     def _per_budget(self, values: Sequence[Any]) -> Any:
         return values[0] if self._budget_is_scalar else tuple(values)
@@ -240,7 +192,8 @@ class AllocationProblem:
         return [int(s) for s in sums]
 
     @cached_property
-    def _unit_range(self) -> tuple[list[int], list[int]]:
+    def unit_range(self) -> tuple[list[int], list[int]]:
+        """Lowest and highest reachable totals in units of 1/denominator, one per budget."""
         # Forbidden options carry an allowed option's cost, so plain minima and maxima are right.
         return self._sum_per_budget(self.unit_costs.min(axis=2)), self._sum_per_budget(
             self.unit_costs.max(axis=2)
@@ -249,10 +202,10 @@ class AllocationProblem:
     @property
     def feasible_range(self) -> tuple[Any, Any]:
         """Lowest and highest reachable total cost (per budget, if there are several)."""
-        low, high = self._unit_range
+        low, high = self.unit_range
         return (
-            self._per_budget([_plain(Fraction(v, self.denominator)) for v in low]),
-            self._per_budget([_plain(Fraction(v, self.denominator)) for v in high]),
+            self._per_budget([plain(Fraction(v, self.denominator)) for v in low]),
+            self._per_budget([plain(Fraction(v, self.denominator)) for v in high]),
         )
 
     def _budget_name(self, j: int) -> str:
@@ -261,26 +214,26 @@ class AllocationProblem:
         return "the budget" if self.num_joint == 1 else f"joint budget {j}"
 
     def _check_range(self) -> None:
-        low, high = self._unit_range
+        low, high = self.unit_range
         for j, budget in enumerate(self.budgets):
             lowest, highest = Fraction(low[j], self.denominator), Fraction(high[j], self.denominator)
-            reachable = f"reachable totals lie between {_show(lowest)} and {_show(highest)}"
+            reachable = f"reachable totals lie between {show(lowest)} and {show(highest)}"
             if budget < lowest:
                 raise InfeasibleBudgetError(
-                    f"{self._budget_name(j)} is {_show(budget)}, but {reachable}; raise it to at least "
-                    f"{_show(lowest)}, or allow cheaper options."
+                    f"{self._budget_name(j)} is {show(budget)}, but {reachable}; raise it to at least "
+                    f"{show(lowest)}, or allow cheaper options."
                 )
             if self.sense == "==" and lowest == highest:
                 raise ValueError(
-                    f"Under {self._budget_name(j)} every assignment costs the same ({_show(lowest)}): all options "
+                    f"Under {self._budget_name(j)} every assignment costs the same ({show(lowest)}): all options "
                     "of each group cost the same, so the expected cost is constant, its gradient vanishes and "
                     'C = B is no surface to walk on. Give options of different cost, or use sense="<=" if the '
                     "budget is not meant to decide anything."
                 )
             if self.sense == "==" and budget > highest:
                 raise InfeasibleBudgetError(
-                    f"{self._budget_name(j)} is {_show(budget)}, but {reachable}; lower it to at most "
-                    f'{_show(highest)}, or use sense="<=" if it may be left unspent.'
+                    f"{self._budget_name(j)} is {show(budget)}, but {reachable}; lower it to at most "
+                    f'{show(highest)}, or use sense="<=" if it may be left unspent.'
                 )
         if self.num_joint > 1:
             self._check_joint()
@@ -310,7 +263,7 @@ class AllocationProblem:
         )
         if result.status == 2:
             raise InfeasibleBudgetError(
-                f"The {self.num_joint} joint budgets {[_show(b) for b in self.budgets]} cannot be met together, "
+                f"The {self.num_joint} joint budgets {[show(b) for b in self.budgets]} cannot be met together, "
                 f"although each lies in its own range {self.feasible_range}; raise some of them."
             )
 
@@ -321,7 +274,7 @@ class AllocationProblem:
 
     def cost(self, allocation: Any) -> Any:
         """Exact total cost: an int, or a Fraction where it is not whole; a tuple for several budgets."""
-        return self._per_budget([_plain(Fraction(u, self.denominator)) for u in self.units(allocation)])
+        return self._per_budget([plain(Fraction(u, self.denominator)) for u in self.units(allocation)])
 
     def is_feasible(self, allocation: Any) -> bool:
         """Whether the allocation uses allowed options only and exceeds no budget."""
@@ -376,7 +329,7 @@ class AllocationProblem:
             costs = self.unit_costs - self.unit_costs.min(axis=2, keepdims=True)
         else:
             costs = (self.unit_costs - self.unit_costs.min(axis=2, keepdims=True)).astype(np.int64)
-        low, _ = self._unit_range
+        low, _ = self.unit_range
         capacity = [b - lowest for b, lowest in zip(self.unit_budgets, low, strict=True)]
         reduced = []
         for j in range(self.num_joint):
@@ -391,7 +344,7 @@ class AllocationProblem:
     @cached_property
     def log_allowed(self) -> Tensor:
         """(N, K) float64: 0 where allowed, -inf where forbidden."""
-        return torch.where(torch.from_numpy(self.allowed), 0.0, -math.inf).double()
+        return torch.where(torch.tensor(self.allowed), 0.0, -math.inf).double()
 
     # ------------------------------------------------------------ change, JSON
 
@@ -427,7 +380,7 @@ class AllocationProblem:
         described = self._arguments()
         described["option_costs"] = self._given_costs.to_json()
         described["weights"] = self._weights.to_json() if self._weights is not None else None
-        described["budget"] = self._per_budget([_json_number(b) for b in self.budgets])
+        described["budget"] = self._per_budget([json_number(b) for b in self.budgets])
         if isinstance(described["budget"], tuple):
             described["budget"] = list(described["budget"])
         if described["allowed"] is not None:
@@ -477,118 +430,5 @@ class AllocationProblem:
         return hash(self.fingerprint)
 
     def __repr__(self) -> str:
-        budgets = f"{_show(self.budgets[0])}" if self.num_budgets == 1 else f"{self.num_budgets} budgets"
+        budgets = f"{show(self.budgets[0])}" if self.num_budgets == 1 else f"{self.num_budgets} budgets"
         return f"AllocationProblem(groups={self.num_groups}, options={self.num_options}, C {self.sense} {budgets})"
-
-
-def _plain(value: Fraction) -> int | Fraction:
-    return value.numerator if value.denominator == 1 else value
-
-
-def _json_number(value: Fraction) -> int | str:
-    return value.numerator if value.denominator == 1 else str(value)
-
-
-def _show(value: Fraction) -> str:
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
-
-
-def _costs_with_holes(option_costs: Any, allowed: Any) -> ExactArray:
-    """Exact costs; entries of forbidden options may hold anything, NaN included."""
-    if allowed is not None:
-        mask = np.asarray(allowed)
-        raw = np.asarray(option_costs)
-        if raw.dtype.kind == "f" and raw.ndim >= 2 and raw.shape[-2:] == mask.shape and mask.dtype == bool:
-            option_costs = np.where(mask, raw, 0.0)
-    costs = exact_array(option_costs, "option_costs")
-    if costs.numerators.ndim not in (1, 2, 3):
-        raise ValueError(
-            f"option_costs must have shape (K,), (N, K) or (q, N, K), got {costs.numerators.shape}."
-        )
-    if 0 in costs.numerators.shape:
-        raise ValueError(f"option_costs is empty: shape {costs.numerators.shape}; N, K and q must be at least 1.")
-    return costs
-
-
-def _count_groups(
-    costs: ExactArray, weights: Any, blocks: Any, allowed: Any, groups: Sequence[str] | None, budget: Any
-) -> int:
-    """N, from whichever argument carries it."""
-    if costs.numerators.ndim >= 2:
-        return int(costs.numerators.shape[-2])
-    for name, value in (("weights", weights), ("blocks", blocks), ("allowed", allowed), ("groups", groups)):
-        if value is not None:
-            count = len(value)
-            if count == 0:
-                raise ValueError(f"{name} is empty: a problem needs at least one group.")
-            return count
-    raise ValueError(
-        "The number of groups is unknown: with shared (K,) option_costs give weights, blocks, allowed or groups "
-        "(one entry per group), or repeat the costs as an (N, K) array."
-    )
-
-
-def _check_allowed(allowed: Any, num_groups: int, num_options: int) -> np.ndarray:
-    if allowed is None:
-        return np.ones((num_groups, num_options), dtype=bool)
-    mask = np.asarray(allowed)
-    if mask.dtype != bool or mask.shape != (num_groups, num_options):
-        raise ValueError(
-            f"allowed must be booleans of shape ({num_groups}, {num_options}), got {mask.dtype} of shape "
-            f"{mask.shape}."
-        )
-    closed = np.flatnonzero(~mask.any(axis=1))
-    if closed.size:
-        raise ValueError(f"Group {int(closed[0])} has no allowed option; leave each group at least one.")
-    mask = mask.copy()
-    mask.setflags(write=False)
-    return mask
-
-
-def _check_weights(weights: Any, num_groups: int) -> ExactArray | None:
-    if weights is None:
-        return None
-    exact = exact_array(weights, "weights")
-    if exact.numerators.shape != (num_groups,):
-        raise ValueError(f"weights must have shape ({num_groups},), got {exact.numerators.shape}.")
-    bad = np.flatnonzero(exact.numerators <= 0)
-    if bad.size:
-        i = int(bad[0])
-        value = _show(Fraction(int(exact.numerators[i]), exact.denominator))
-        raise ValueError(
-            f"weights must be positive, got {value} for group {i}; drop the group or give it a weight."
-        )
-    return exact
-
-
-def _check_labels(labels: Sequence[str] | None, count: int, name: str) -> tuple[str, ...] | None:
-    if labels is None:
-        return None
-    labels = tuple(str(label) for label in labels)
-    if len(labels) != count:
-        raise ValueError(f"{name} must hold {count} labels, got {len(labels)}.")
-    return labels
-
-
-def _fill_forbidden(costs: np.ndarray, allowed: np.ndarray) -> np.ndarray:
-    """Give forbidden options the cost of their group's first allowed option, so that they widen no range."""
-    if allowed.all():
-        return costs
-    first = allowed.argmax(axis=1)
-    fallback = costs[:, np.arange(costs.shape[1]), first]
-    return np.where(allowed[None], costs, fallback[:, :, None])
-
-
-def _weighted(directions: ExactArray, weights: ExactArray | None) -> tuple[np.ndarray, int]:
-    """Exact ``w_i c_ik`` over one denominator, as int64 where even their sum over all groups fits."""
-    costs = directions.numerators
-    factor = weights.numerators if weights is not None else np.ones(costs.shape[1], dtype=np.int64)
-    largest = max(abs(int(costs.min())), abs(int(costs.max()))) * int(factor.max()) * len(factor)
-    if costs.dtype == object or factor.dtype == object or largest >= _INT64_SAFE:
-        product = costs.astype(object) * factor.astype(object)[None, :, None]
-        product = integer_array(product) if largest < _INT64_SAFE else product
-    else:
-        product = costs * factor[None, :, None]
-    denominator = directions.denominator * (weights.denominator if weights is not None else 1)
-    divisor = math.gcd(denominator, int(np.gcd.reduce(product, axis=None)))
-    return product // divisor, denominator // divisor

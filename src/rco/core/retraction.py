@@ -5,8 +5,8 @@ Shifting by ``t`` along the costs gives the convex function (a sum of cumulant g
 ``sum_i w_i Cov_{p_i}[d]``. The equality retraction minimises it over all ``t``; the inequality retraction over
 ``t <= 0``, which for one budget is the two-branch retraction of the paper's appendix A.7.
 
-Budgets that share no group are scalar problems and are solved side by side (:func:`solve_separable`); joint
-budgets are one problem in ``q`` variables (:func:`solve_joint`). Far from the root ``C(t)`` is a staircase whose
+Budgets that share no group are scalar problems and are solved side by side (:class:`SeparableShift`); joint
+budgets are one problem in ``q`` variables (:class:`JointShift`). Far from the root ``C(t)`` is a staircase whose
 flat parts have an underflowing derivative, so Newton steps are only ever taken inside a bracket or a trust region.
 """
 
@@ -14,14 +14,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+import torch
+from torch import Tensor
 
-__all__ = ["JointPoint", "NoConvergenceError", "solve_joint", "solve_separable"]
+from rco.core.expected_cost import ExpectedCost, LocalCost
+
+__all__ = [
+    "JointPoint",
+    "JointShift",
+    "NoConvergenceError",
+    "SeparableShift",
+    "solve_joint",
+    "solve_separable",
+]
 
 _GROWTH = 4.0  # of the bracket or trust region per step while the root is not yet enclosed
 _SEPARABLE_LIMIT = 2000  # evaluations; doubling to the edge of float64 takes about 500
 _JOINT_LIMIT = 120
+_DIRECT_LIMIT = 40  # evaluations of the joint solver before it damps the logits
+_PAPER_HALF_WIDTH = 50.0  # of the bisection's first bracket, in units of the costs (appendix A.2)
 
 
 class NoConvergenceError(ArithmeticError):
@@ -221,3 +235,107 @@ def _trust_step(
     limited = np.clip(component, -radius, radius)
     step[free] = basis @ limited
     return step, bool((limited != component).any())
+
+
+# ---------------------------------------------------------------------------------------------- on the logits
+
+
+class SeparableShift:
+    """One retraction under one budget or separable blocks.
+
+    Called again, from a base that is finer resolved, if the first call does not converge.
+
+    Args:
+        cost: The expected cost.
+        inequality: Whether budgets may be left unspent.
+        bisect: Whether to bisect as the paper does; what that leaves unsolved, Newton finishes.
+
+    Attributes:
+        evaluations: Softmax evaluations so far.
+    """
+
+    def __init__(self, cost: ExpectedCost, inequality: bool, bisect: bool = False) -> None:
+        self.cost = cost
+        self.inequality = inequality
+        self.half_width = _PAPER_HALF_WIDTH * cost.scale if bisect else None
+        self.target = cost.target
+        self.evaluations = 0
+
+    def __call__(self, base: Tensor) -> tuple[Tensor, LocalCost]:
+        """The shifted logits and the expected cost there."""
+        cost = self.cost
+        reached: tuple[Tensor, LocalCost] = (base, LocalCost(base, base))
+
+        def evaluate(shift: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            nonlocal reached
+            self.evaluations += 1
+            moved = cost.shifted(base, shift)
+            reached = (moved, cost.evaluate(moved))
+            return reached[1].expected.numpy(), cost.slope(reached[1]).numpy()
+
+        first = None
+        if self.evaluations == 0 and self.inequality:
+            first = evaluate(np.zeros_like(self.target))
+            # A budget that is not exceeded is met as it stands: it asks for the cost it has.
+            self.target = np.minimum(self.target, first[0])
+        half_width, self.half_width = self.half_width, None
+        solve_separable(evaluate, self.target, cost.span, 0.5 * cost.tolerance, half_width, first)
+        return reached
+
+
+class JointShift:
+    """One retraction under q joint budgets; arguments and use as of :class:`SeparableShift`."""
+
+    def __init__(self, cost: ExpectedCost, inequality: bool) -> None:
+        self.cost = cost
+        self.upper = np.full(cost.num_budgets, 0.0 if inequality else np.inf)
+        self.evaluations = 0
+
+    def __call__(self, base: Tensor) -> tuple[Tensor, LocalCost]:
+        """The shifted logits and the expected cost there."""
+        cost = self.cost
+        tolerance = 0.5 * cost.tolerance / cost.scale
+        reached: tuple[Tensor, LocalCost] = (base, LocalCost(base, base))
+
+        def evaluate(shift: np.ndarray, factor: float = 1.0) -> JointPoint:
+            nonlocal reached
+            self.evaluations += 1
+            moved = cost.shifted(base if factor == 1.0 else base * factor, shift)
+            local = cost.evaluate(moved)
+            reached = (moved, local)
+            hessian = (local.normal.flatten(1) @ cost.directions.flatten(1).T).numpy() / cost.scale[:, None]
+            value = float(torch.logsumexp(moved, dim=-1) @ cost.weights)
+            return JointPoint(
+                value - float(shift @ (cost.target / cost.scale)),
+                (local.expected.numpy() - cost.target) / cost.scale,
+                0.5 * (hessian + hessian.T),
+            )
+
+        try:
+            solve_joint(evaluate, np.zeros_like(tolerance), tolerance, self.upper, limit=_DIRECT_LIMIT)
+        except NoConvergenceError:
+            if not torch.isfinite(reached[1].expected).all():
+                raise
+            self._by_continuation(base, evaluate, tolerance)
+        return reached
+
+    def _by_continuation(
+        self, base: Tensor, evaluate: Callable[..., JointPoint], tolerance: np.ndarray
+    ) -> None:
+        """Solve for damped logits first, where the costs vary smoothly, then for ever less damped ones."""
+        finite = base if self.cost.forbidden is None else base.masked_fill(self.cost.forbidden, 0.0)
+        factor = min(1.0, 4.0 / max(float(finite.abs().amax()), 1e-300))
+        shift = np.zeros_like(tolerance)
+        while factor < 1.0:
+            try:
+                damped = partial(evaluate, factor=factor)
+                shift = solve_joint(damped, shift, np.maximum(tolerance, 1e-6), factor * self.upper)
+            except NoConvergenceError as stop:
+                shift = stop.best
+            growth = min(2.0, 1.0 / factor)
+            factor, shift = factor * growth, shift * growth
+        try:
+            solve_joint(evaluate, shift, tolerance, self.upper)
+        except NoConvergenceError as stop:
+            self.upper = self.upper - stop.best  # what a further call may still add
+            raise

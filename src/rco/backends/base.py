@@ -1,0 +1,92 @@
+"""What every kind of compression offers to the rest, and the budgets people write."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from rco.core.exact import exact_number
+from rco.core.problem import Allocation, AllocationProblem
+from rco.core.protocols import Objective
+from rco.data.calibration import CalibrationSet
+
+__all__ = ["Backend", "Budget", "parse_size"]
+
+_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "3.1GB" (powers of ten), "2.9GiB" (powers of two) or a plain number; fractions round down."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in _UNITS:
+        raise ValueError(f"A size is a number with B, KB, MB, GB or KiB, MiB, GiB, got {text!r}; e.g. 3.1GB.")
+    return int(Fraction(match[1]) * _UNITS[match[2].upper()])
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What was asked for: an amount, and what it counts.
+
+    Kinds of quantization: ``bits`` (average width of the quantized weights), ``bpw`` (the same with scales and
+    zero points), ``size`` (bytes of all safetensors files). Kinds of pruning: ``experts`` (how many to prune),
+    ``size``.
+    """
+
+    kind: str
+    amount: Fraction
+
+    @classmethod
+    def parse(cls, **given: Any) -> Budget:
+        """The one budget that is not None, e.g. ``Budget.parse(bits="2.5", size=None)``."""
+        named = {kind: value for kind, value in given.items() if value is not None}
+        if len(named) != 1:
+            flags = ", ".join(f"--{kind}" for kind in given)
+            raise ValueError(f"Give exactly one budget out of {flags}; got {sorted(named) or 'none'}.")
+        ((kind, value),) = named.items()
+        amount = Fraction(parse_size(str(value))) if kind == "size" else exact_number(value, kind)
+        if amount <= 0:
+            raise ValueError(f"--{kind} must be positive, got {value}.")
+        return cls(kind, amount)
+
+    def __str__(self) -> str:
+        if self.kind == "size":
+            return f"{int(self.amount):,} bytes"
+        return f"{float(self.amount):.6g} {self.kind}"
+
+
+class Backend(ABC):
+    """One kind of compression: model -> (problem, objective); allocation -> model."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def prepare(self, calibration: CalibrationSet) -> None:
+        """Build the candidates; resumable."""
+
+    @abstractmethod
+    def problem(self, budget: Budget) -> AllocationProblem:
+        """Groups, options, exact costs and the budget in the same integers."""
+
+    @abstractmethod
+    def objective(
+        self, calibration: CalibrationSet, selection: CalibrationSet | None = None
+    ) -> AbstractContextManager[Objective]:
+        """The loss over assignments; the model is altered inside the context and restored after it."""
+
+    @abstractmethod
+    def prior(self) -> Tensor | None:
+        """(N, K) scores, higher is better, or None."""
+
+    @abstractmethod
+    def apply(self, allocation: Allocation) -> AbstractContextManager[Any]:
+        """The model with an allocation applied, inside the context."""

@@ -1,0 +1,104 @@
+"""The loss a search minimises on a language model: KL to the full model, or cross-entropy, on calibration text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rco.data.calibration import CalibrationSet
+from rco.losses import Head, chunked_cross_entropy, chunked_kl
+from rco.models.loading import LoadedModel
+
+__all__ = ["LanguageModelObjective", "LossKind", "Reference", "prediction_mask"]
+
+LossKind = Literal["kl", "cross-entropy"]
+
+
+def prediction_mask(mask: Tensor) -> Tensor:
+    """(B, L - 1): which predictions count. Position t predicts token t + 1, which must be a counted one."""
+    return mask[:, 1:]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Last hidden states of the full model on every sequence: tokens x hidden, never tokens x vocabulary."""
+
+    hidden: Tensor  # (S, L, H) on the CPU, in the model's type
+
+    @classmethod
+    @torch.no_grad()
+    def compute(
+        cls, loaded: LoadedModel, calibration: CalibrationSet, batch_size: int
+    ) -> Reference:
+        """Run the full model once over the sequences."""
+        parts = []
+        for start in range(0, len(calibration.tokens), batch_size):
+            ids = calibration.tokens[start : start + batch_size].to(loaded.device)
+            parts.append(loaded.layout.final_hidden(loaded.model, ids).cpu())
+        return cls(torch.cat(parts))
+
+
+class LanguageModelObjective:
+    """Mean loss per predicted token of a model whose options are set by gates.
+
+    Args:
+        loaded: The model, already switchable.
+        calibration: Sequences for the gradients.
+        reference: The full model's hidden states on them; None for cross-entropy.
+        set_gates: Applies gates (N, K) to the model.
+        student_head: The output layer under the present gates.
+        batch_size: Sequences per batch.
+        top_k: Coarsen the KL to the reference's k likeliest tokens and one bucket for the rest.
+        selection: The same on the held-back sequences.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        calibration: CalibrationSet,
+        reference: Reference | None,
+        set_gates: Callable[[Tensor], None],
+        student_head: Callable[[], Head],
+        *,
+        batch_size: int = 1,
+        top_k: int | None = None,
+        selection: LanguageModelObjective | None = None,
+    ) -> None:
+        self._loaded = loaded
+        self._calibration = calibration
+        self._reference = reference
+        self._set_gates = set_gates
+        self._student_head = student_head
+        self._batch_size = batch_size
+        self._top_k = top_k
+        self._reference_head = _detached(loaded.layout.head(loaded.model))
+        self.num_batches = -(-len(calibration.tokens) // batch_size)
+        self.selection = selection if selection is not None else self
+        self.tokens_per_batch = batch_size * calibration.tokens.shape[1]
+
+    def loss(self, gates: Tensor, batch: int) -> Tensor:
+        """Loss on one batch of sequences; differentiable in the gates."""
+        if not 0 <= batch < self.num_batches:
+            raise IndexError(f"There are {self.num_batches} batches, got number {batch}.")
+        rows = slice(batch * self._batch_size, (batch + 1) * self._batch_size)
+        tokens = self._calibration.tokens[rows].to(self._loaded.device)
+        mask = prediction_mask(self._calibration.mask[rows]).to(self._loaded.device)
+        self._set_gates(gates)
+        hidden = self._loaded.layout.final_hidden(self._loaded.model, tokens)[:, :-1]
+        head = self._student_head()
+        if self._reference is None:
+            return chunked_cross_entropy(hidden, head, tokens[:, 1:], mask)
+        reference = self._reference.hidden[rows, :-1].to(self._loaded.device)
+        return chunked_kl(hidden, head, reference, self._reference_head, mask, top_k=self._top_k)
+
+
+def _detached(head: Head) -> Head:
+    return replace(
+        head, weight=head.weight.detach(), bias=None if head.bias is None else head.bias.detach()
+    )
+
+

@@ -1,0 +1,268 @@
+"""Which linears form which group, and which widths each group may take.
+
+Locks, skips, ties and the rules of a serving engine all become part of the problem here, before any work, so that
+what a search returns is what the engine loads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rco.models.layout import Layout, LinearInfo
+
+__all__ = ["PRESETS", "Group", "QuantizationPlan", "ServingPreset", "make_plan"]
+
+LEAVE_ALONE = 16
+
+
+@dataclass(frozen=True)
+class ServingPreset:
+    """What an engine accepts (compressed-tensors checkpoints, weights only)."""
+
+    name: str
+    widths_symmetric: tuple[int, ...]
+    widths_asymmetric: tuple[int, ...]
+    group_sizes: tuple[int, ...] | None  # None: any; 0 stands for one scale per channel
+    fused: bool  # modules that the engine merges must share one scheme
+    note: str
+
+
+PRESETS: dict[str, ServingPreset] = {
+    preset.name: preset
+    for preset in (
+        ServingPreset("any", tuple(range(2, 9)), tuple(range(2, 9)), None, False, "no engine's rules"),
+        ServingPreset(
+            "transformers",
+            tuple(range(2, 9)),
+            tuple(range(2, 9)),
+            None,
+            False,
+            "decompressed at load, any width from 2 to 8",
+        ),
+        ServingPreset(
+            "vllm",
+            tuple(range(2, 9)),
+            (4, 8),
+            None,
+            True,
+            "q/k/v and gate/up share a scheme; asymmetric grids at 4 and 8 bits only",
+        ),
+        ServingPreset(
+            "vllm-marlin",
+            (4, 8),
+            (4,),
+            (0, 32, 64, 128),
+            True,
+            "Marlin kernels: 4 or 8 bits, group sizes 32, 64, 128 or per channel",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linears that get one width together."""
+
+    name: str
+    members: tuple[LinearInfo, ...]
+    widths: tuple[int, ...]  # allowed
+
+    @property
+    def parameters(self) -> int:
+        """Weights in the group."""
+        return sum(member.parameters for member in self.members)
+
+
+@dataclass(frozen=True)
+class QuantizationPlan:
+    """Groups, the widths on offer and the grid they use."""
+
+    groups: tuple[Group, ...]
+    widths: tuple[int, ...]
+    group_size: int | None
+    symmetric: bool
+    preset: ServingPreset
+    skipped: tuple[str, ...] = field(default=())  # linears left alone and outside the budget
+
+    @property
+    def linears(self) -> tuple[LinearInfo, ...]:
+        """Every linear that belongs to a group."""
+        return tuple(member for group in self.groups for member in group.members)
+
+    @property
+    def packed_widths(self) -> tuple[int, ...]:
+        """The widths that need candidates: all but the original weight."""
+        return tuple(width for width in self.widths if width != LEAVE_ALONE)
+
+
+def make_plan(
+    layout: Layout,
+    linears: Sequence[LinearInfo],
+    *,
+    widths: Sequence[int] = (2, 3, 4, 5, 6, 7, 8),
+    group_size: int | None = 128,
+    symmetric: bool | None = None,
+    serve: str = "any",
+    locks: Sequence[str] = (),
+    skips: Sequence[str] = (),
+    ties: Sequence[str] = (),
+) -> QuantizationPlan:
+    """Turn what the user asked for into groups.
+
+    Args:
+        layout: Row of the architecture table.
+        linears: All linears, the output layer last; it takes part only if a lock names it.
+        widths: Bits on offer; 16 leaves a linear as it is.
+        group_size: Columns that share a scale; None for one scale per row.
+        symmetric: Grid without zero points; None: what the preset needs, asymmetric otherwise.
+        serve: Name of a preset.
+        locks: ``regex=width``: linears whose name matches keep to that width.
+        skips: Regexes: matching linears are left alone and outside the budget.
+        ties: Comma-separated kinds, e.g. ``q_proj,k_proj,v_proj``, that share a width within a block.
+    """
+    if serve not in PRESETS:
+        raise ValueError(f"Unknown preset {serve!r}; --serve takes {', '.join(PRESETS)}.")
+    preset = PRESETS[serve]
+    symmetric = _grid(preset, widths, symmetric)
+    widths = _check_widths(preset, widths, symmetric, group_size)
+    locked = _parse_locks(locks, linears, widths)
+    skip_patterns = [_compile(pattern, "--skip", linears) for pattern in skips]
+
+    chosen: list[LinearInfo] = []
+    skipped: list[str] = []
+    for info in linears:
+        wanted = info.role != "head" or info.name in locked
+        if info.role == "head" and info.name in locked and info.tied:
+            raise ValueError(
+                f"{info.name} shares its weight with the embedding, so it cannot be quantized; drop its lock."
+            )
+        if any(pattern.search(info.name) for pattern in skip_patterns) or not wanted:
+            skipped.append(info.name)
+        else:
+            chosen.append(info)
+    if preset.fused:
+        for names in layout.fused_sets(linears):
+            left = [name for name in names if name in skipped]
+            if left and len(left) < len(names):
+                raise ValueError(
+                    f"--serve {preset.name} merges {', '.join(names)} into one matrix: skip all of them or none, not "
+                    f"{', '.join(left)} alone."
+                )
+    if not chosen:
+        raise ValueError("Every linear is skipped: nothing is left to quantize.")
+    clusters = _clusters(layout, chosen, ties, fused=preset.fused)
+    groups = []
+    for members in clusters:
+        allowed = {locked[m.name] for m in members if m.name in locked}
+        if len(allowed) > 1:
+            raise ValueError(
+                f"{', '.join(m.name for m in members)} share one width, but are locked to {sorted(allowed)}; "
+                "lock them alike or drop the tie."
+            )
+        groups.append(Group(_group_name(members), tuple(members), tuple(allowed) or widths))
+    return QuantizationPlan(tuple(groups), widths, group_size, symmetric, preset, tuple(skipped))
+
+
+def _grid(preset: ServingPreset, widths: Sequence[int], symmetric: bool | None) -> bool:
+    packed = [w for w in widths if w != LEAVE_ALONE]
+    if symmetric is None:
+        return any(w not in preset.widths_asymmetric for w in packed)
+    return symmetric
+
+
+def _check_widths(
+    preset: ServingPreset, widths: Sequence[int], symmetric: bool, group_size: int | None
+) -> tuple[int, ...]:
+    ordered = tuple(sorted(set(widths)))
+    accepted = preset.widths_symmetric if symmetric else preset.widths_asymmetric
+    refused = [w for w in ordered if w != LEAVE_ALONE and w not in accepted]
+    if refused:
+        grid = "symmetric" if symmetric else "asymmetric"
+        raise ValueError(
+            f"--serve {preset.name} accepts {grid} widths {', '.join(map(str, accepted))} (and 16), got "
+            f"{', '.join(map(str, refused))}; pass --widths with accepted ones"
+            + ("." if symmetric else " or --symmetric.")
+        )
+    if not any(w != LEAVE_ALONE for w in ordered) or len(ordered) < 2:
+        raise ValueError(f"--widths needs at least two widths, one of them below 16, got {list(ordered)}.")
+    size = 0 if group_size is None else group_size
+    if preset.group_sizes is not None and size not in preset.group_sizes:
+        sizes = ", ".join("per channel" if s == 0 else str(s) for s in preset.group_sizes)
+        raise ValueError(f"--serve {preset.name} accepts group sizes {sizes}, got {size or 'per channel'}.")
+    return ordered
+
+
+def _compile(pattern: str, flag: str, linears: Sequence[LinearInfo]) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{flag} {pattern!r} is not a regular expression: {error}.") from None
+    if not any(compiled.search(info.name) for info in linears):
+        raise ValueError(
+            f"{flag} {pattern!r} matches no linear; names look like {linears[0].name!r}."
+        )
+    return compiled
+
+
+def _parse_locks(
+    locks: Sequence[str], linears: Sequence[LinearInfo], widths: Sequence[int]
+) -> dict[str, int]:
+    locked: dict[str, int] = {}
+    for lock in locks:
+        pattern, separator, text = lock.rpartition("=")
+        if not separator or not text.strip().isdigit():
+            raise ValueError(f"--lock is REGEX=WIDTH, e.g. 'lm_head=8', got {lock!r}.")
+        width = int(text)
+        if width not in widths:
+            raise ValueError(f"--lock {lock!r} asks for {width} bits; on offer are {list(widths)}.")
+        compiled = _compile(pattern, "--lock", linears)
+        for info in linears:
+            if compiled.search(info.name):
+                locked[info.name] = width
+    return locked
+
+
+def _clusters(
+    layout: Layout, linears: Sequence[LinearInfo], ties: Sequence[str], *, fused: bool
+) -> list[list[LinearInfo]]:
+    """Linears grouped by the ties, in the order of their first member."""
+    parent = {info.name: info.name for info in linears}
+
+    def root(name: str) -> str:
+        while parent[name] != name:
+            name = parent[name]
+        return name
+
+    kinds = {info.kind for info in linears}
+    for tie in ties:
+        wanted = [kind.strip() for kind in tie.split(",") if kind.strip()]
+        unknown = [kind for kind in wanted if kind not in kinds]
+        if unknown or len(wanted) < 2:
+            raise ValueError(
+                f"--tie takes two or more kinds of linears, comma-separated, out of {', '.join(sorted(kinds))}; "
+                f"got {tie!r}."
+            )
+        first: dict[int | None, str] = {}
+        for info in linears:
+            if info.kind in wanted:
+                parent[root(info.name)] = root(first.setdefault(info.block, info.name))
+    if fused:
+        for names in layout.fused_sets(linears):
+            for name in names[1:]:
+                parent[root(name)] = root(names[0])
+    clusters: dict[str, list[LinearInfo]] = {}
+    for info in linears:
+        clusters.setdefault(root(info.name), []).append(info)
+    return list(clusters.values())
+
+
+def _group_name(members: Sequence[LinearInfo]) -> str:
+    if len(members) == 1:
+        return members[0].name
+    prefix = members[0].name.rpartition(".")[0]
+    same = all(m.name.rpartition(".")[0] == prefix for m in members)
+    if same:
+        return f"{prefix}.{'+'.join(m.name.rpartition('.')[2] for m in members)}"
+    return "+".join(m.name for m in members)

@@ -1,0 +1,1 @@
+"""One file, one searcher: the methods that RCO is compared with, all through the same seam."""

@@ -1,0 +1,159 @@
+"""Penalty, Lagrangian and augmented Lagrangian: RCO's estimator with the manifold taken away.
+
+All three add a term for the relative violation h(x) = (C(x) - B) / (C_max - C_min) to the loss, in units of the
+first loss that was seen, so that one setting serves objectives of any scale:
+
+* penalty: (rho / 2) h^2 with a fixed rho;
+* Lagrangian: lambda h, lambda raised by ``multiplier_lr`` * h after every step (dual ascent);
+* augmented Lagrangian: lambda h + (rho / 2) h^2, lambda raised by rho h, and rho multiplied by ``growth`` when
+  the violation has not shrunk to a quarter over ``patience`` steps.
+
+Their samples are made feasible by the same knapsack, and their candidates are chosen as RCO's are, so that the
+handling of the constraint is the only difference. The default of each schedule is the best of the sweep that
+``rco bench multipliers`` prints.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rco.core.problem import AllocationProblem
+from rco.core.relaxation import expected_cost
+from rco.core.search import GumbelSearch, Walker
+
+__all__ = ["AugmentedLagrangian", "Lagrangian", "Penalty"]
+
+
+class PushedWalker:
+    """Adam on the loss plus a term that pushes towards the budget; feasible only in the limit, if at all."""
+
+    def __init__(
+        self,
+        problem: AllocationProblem,
+        prior: Tensor,
+        *,
+        lr: float,
+        multiplier_lr: float,
+        rho: float,
+        growth: float,
+        patience: int,
+    ) -> None:
+        self.problem = problem
+        self.logits = prior.clone().requires_grad_()
+        self.optimizer = torch.optim.Adam([self.logits], lr=lr)
+        self.multiplier_lr, self.growth, self.patience = multiplier_lr, growth, patience
+        low, high = problem.unit_range
+        width = torch.tensor([(h - lo) / problem.denominator for lo, h in zip(low, high, strict=True)])
+        self._width = width.double().clamp_min(torch.finfo(torch.float64).tiny)
+        self._budget = torch.from_numpy(problem.float_budgets)
+        self.multipliers = torch.zeros(problem.num_budgets, dtype=torch.float64)
+        self.rho = torch.full((problem.num_budgets,), rho, dtype=torch.float64)
+        self.unit = 0.0
+        self._reference = torch.full((problem.num_budgets,), float("inf"), dtype=torch.float64)
+        self._steps = 0
+
+    def violation(self) -> Tensor:
+        """Relative violation per budget, with gradient; only overspending counts under "<="."""
+        cost = expected_cost(self.problem, self.logits)
+        return (cost - self._budget) / self._width
+
+    def step(self, gradient: Tensor, loss: float) -> None:
+        """One Adam step on loss plus push, then the multipliers' update."""
+        if self.unit == 0.0:
+            self.unit = abs(loss) or 1.0
+        violation = self.violation()
+        push = self.multipliers + self.rho * violation.detach()
+        if self.problem.sense == "<=":
+            push = push.clamp_min(0.0)
+        (direction,) = torch.autograd.grad(violation, self.logits, push)
+        self.logits.grad = gradient + self.unit * direction
+        self.optimizer.step()
+        self.logits.grad = None
+        self._steps += 1
+        with torch.no_grad():
+            self._update(self.violation().detach())
+
+    def _update(self, violation: Tensor) -> None:
+        rate = self.rho if self.growth > 1.0 else self.multiplier_lr
+        self.multipliers = self.multipliers + rate * violation
+        if self.problem.sense == "<=":
+            self.multipliers = self.multipliers.clamp_min(0.0)
+        if self.growth > 1.0 and self._steps % self.patience == 0:
+            stuck = violation.abs() > 0.25 * self._reference
+            self.rho = torch.where(stuck, self.rho * self.growth, self.rho)
+            self._reference = violation.abs()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer, multipliers and penalty coefficients."""
+        return {
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "multipliers": self.multipliers.clone(),
+            "rho": self.rho.clone(),
+            "unit": self.unit,
+            "reference": self._reference.clone(),
+            "steps": self._steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.multipliers = state["multipliers"].clone()
+        self.rho = state["rho"].clone()
+        self.unit = state["unit"]
+        self._reference = state["reference"].clone()
+        self._steps = state["steps"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Penalty(GumbelSearch):
+    """A quadratic penalty on the relative violation, with a fixed coefficient."""
+
+    name: ClassVar[str] = "penalty"
+    rho: float = 100.0
+
+    def make_walker(self, problem: AllocationProblem, prior: Tensor) -> Walker:
+        """Adam pushed by a fixed penalty."""
+        return PushedWalker(
+            problem, prior, lr=self.lr, multiplier_lr=0.0, rho=self.rho, growth=1.0, patience=1
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lagrangian(GumbelSearch):
+    """One multiplier per budget, raised by dual ascent."""
+
+    name: ClassVar[str] = "lagrangian"
+    multiplier_lr: float = 1.0
+
+    def make_walker(self, problem: AllocationProblem, prior: Tensor) -> Walker:
+        """Adam pushed by multipliers."""
+        return PushedWalker(
+            problem, prior, lr=self.lr, multiplier_lr=self.multiplier_lr, rho=0.0, growth=1.0, patience=1
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentedLagrangian(GumbelSearch):
+    """Multipliers and a quadratic penalty whose coefficient grows while the violation does not shrink."""
+
+    name: ClassVar[str] = "augmented-lagrangian"
+    rho: float = 10.0
+    growth: float = 2.0
+    patience: int = 10
+
+    def make_walker(self, problem: AllocationProblem, prior: Tensor) -> Walker:
+        """Adam pushed by multipliers and a growing penalty."""
+        return PushedWalker(
+            problem,
+            prior,
+            lr=self.lr,
+            multiplier_lr=0.0,
+            rho=self.rho,
+            growth=self.growth,
+            patience=self.patience,
+        )

@@ -1,0 +1,31 @@
+"""The command line: ``main(argv) -> int``, one file per verb, heavy imports inside the verbs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+__all__ = ["entry_point", "main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 for success, 1 for failure, 2 for wrong usage."""
+    from typer.main import get_command
+
+    from rco.cli.app import app
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        get_command(app).main(args=arguments, prog_name="rco")
+    except SystemExit as request:
+        return request.code if isinstance(request.code, int) else int(request.code is not None)
+    except (ValueError, OSError, FloatingPointError) as error:
+        # What a user can mend is said in one line; anything else is a defect and keeps its traceback.
+        sys.stderr.write(f"Error: {error}\n")
+        return 1
+    return 0
+
+
+def entry_point() -> None:
+    """The ``rco`` console script."""
+    sys.exit(main())

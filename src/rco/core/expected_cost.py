@@ -1,0 +1,155 @@
+"""The expected cost of logits, in a form that float64 keeps accurate: what the manifold's geometry is made of."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rco.core.exact import ExactArray
+from rco.core.problem import AllocationProblem
+
+__all__ = ["ExpectedCost", "LocalCost"]
+
+# Sums of float64 terms cannot be resolved below this share of their size, whatever tolerance is asked for.
+_RESOLUTION = 2.0**-48
+
+
+class LocalCost(NamedTuple):
+    """Expected cost and its gradient at one point."""
+
+    normal: Tensor  # (q, N, K); the rows of a block hold that block's normal
+    expected: Tensor  # (J,), counted from the cheapest assignment's cost
+
+
+class ExpectedCost:
+    """``C(x) = sum_i w_i <softmax(x_i), c_i>`` for q joint budgets or J separable blocks.
+
+    Each group's cheapest option counts as zero here: the softmax does not see a shift of a whole row, and large
+    common offsets would cost digits. Directions, along which a retraction shifts logits, are the unweighted
+    costs, divided by the widest spread under their budget so that shifts of size 1 are the natural scale.
+
+    Args:
+        problem: Where costs, weights, budgets and blocks come from.
+        tol: Accepted ``|C - B|`` relative to ``|B|``.
+
+    Attributes:
+        costs: (q, N, K) weighted costs above each group's cheapest option.
+        directions: (q, N, K) normalised directions of the retraction.
+        weights: (N,).
+        scale: (J,) what directions were divided by.
+        base: (J,) cost of the cheapest assignment.
+        target: (J,) budgets above ``base``.
+        span: (J,) highest cost above ``base``.
+        tolerance: (J,) accepted ``|C - B|``.
+        blocks: (N,) block of each group, or None.
+        forbidden: (N, K) booleans, or None where everything is allowed.
+    """
+
+    def __init__(self, problem: AllocationProblem, tol: float) -> None:
+        self.problem = problem
+        index = problem.block_index
+        self.blocks = None if index is None else torch.from_numpy(index.copy())
+        self.forbidden = None if problem.allowed.all() else torch.from_numpy(~problem.allowed)
+
+        units = problem.unit_costs - problem.unit_costs.min(axis=2, keepdims=True)  # exact, in integers
+        costs = ExactArray(units, problem.denominator).to_float()
+        directions = costs / problem.weights[None, :, None]
+        spread = directions.max(axis=2)  # (q, N)
+        if index is None:
+            scale = spread.max(axis=1)
+        else:
+            scale = np.zeros(problem.num_budgets)
+            np.maximum.at(scale, index, spread[0])
+        scale[scale == 0] = 1.0
+        per_group = scale[:, None, None] if index is None else scale[index, None]
+        self.costs = torch.from_numpy(np.ascontiguousarray(costs))
+        self.directions = torch.from_numpy(np.ascontiguousarray(directions / per_group))
+        self.weights = torch.from_numpy(problem.weights.copy())
+        self.scale = scale
+
+        low, high = problem.unit_range
+        unit = problem.denominator
+        lowest = [Fraction(v, unit) for v in low]
+        self.base = torch.tensor([float(v) for v in lowest], dtype=torch.float64)
+        self.target = np.array([float(b - v) for b, v in zip(problem.budgets, lowest, strict=True)])
+        self.span = np.array([float(Fraction(h - v, unit)) for h, v in zip(high, low, strict=True)])
+        self.tolerance = np.maximum(
+            tol * np.abs(problem.float_budgets), _RESOLUTION * np.minimum(self.target, self.span)
+        )
+        self._known: tuple[Tensor, LocalCost] | None = None
+
+    @property
+    def num_budgets(self) -> int:
+        """How many budgets there are, joint ones or blocks."""
+        return len(self.target)
+
+    def name(self, j: int) -> str:
+        """What a message calls budget j."""
+        if self.problem.block_ids is not None:
+            return f"The budget of block {self.problem.block_ids[j]!r}"
+        return "The budget" if self.num_budgets == 1 else f"Joint budget {j}"
+
+    def masked(self, x: Tensor) -> Tensor:
+        """Logits with forbidden options at minus infinity."""
+        return x if self.forbidden is None else x.masked_fill(self.forbidden, -torch.inf)
+
+    def total(self, rows: Tensor) -> Tensor:
+        """Sums (q, N) values of groups to one value per budget (J,)."""
+        if self.blocks is None:
+            return rows.sum(dim=1)
+        return rows.new_zeros(self.num_budgets).index_add_(0, self.blocks, rows[0])
+
+    def largest(self, rows: Tensor) -> Tensor:
+        """The largest of non-negative (q, N) values under each budget (J,)."""
+        if self.blocks is None:
+            return rows.amax(dim=1)
+        return rows.new_zeros(self.num_budgets).scatter_reduce_(0, self.blocks, rows[0], "amax")
+
+    def per_group(self, values: Tensor) -> Tensor:
+        """One value per budget (J,), shaped to multiply (q, N, K)."""
+        return values[:, None, None] if self.blocks is None else values[self.blocks, None]
+
+    def value(self, masked: Tensor) -> Tensor:
+        """Expected costs (J,) in the problem's units; differentiable."""
+        probabilities = torch.softmax(masked, dim=-1)
+        return self.base + self.total((probabilities * self.costs).sum(dim=-1))
+
+    def local(self, masked: Tensor) -> LocalCost:
+        """Expected cost and normal at a point; those of the latest retracted point are at hand."""
+        if self._known is not None and torch.equal(self._known[0], masked):
+            return self._known[1]
+        return self.evaluate(masked)
+
+    def evaluate(self, masked: Tensor) -> LocalCost:
+        """As :meth:`local`, computed."""
+        probabilities = torch.softmax(masked, dim=-1)
+        expected = (probabilities * self.costs).sum(dim=-1, keepdim=True)
+        normal = probabilities * (self.costs - expected)
+        return LocalCost(normal, self.total(expected.squeeze(-1)))
+
+    def remember(self, masked: Tensor, local: LocalCost) -> None:
+        """Keep what is known at a point: transport and the next projection ask for it again."""
+        self._known = (masked.clone(), local)
+
+    def shifted(self, base: Tensor, shift: np.ndarray) -> Tensor:
+        """Logits moved by ``shift`` (J,) along the directions."""
+        if not shift.any():
+            return base
+        if self.blocks is not None:
+            return torch.addcmul(base, torch.from_numpy(shift)[self.blocks, None], self.directions[0])
+        if len(shift) == 1:
+            return torch.add(base, self.directions[0], alpha=float(shift[0]))
+        return base + (torch.from_numpy(shift) @ self.directions.flatten(1)).view_as(base)
+
+    def slope(self, local: LocalCost) -> Tensor:
+        """Derivatives (J,) of separable expected costs along their directions: ``sum_i w_i Var[d_i]``."""
+        return self.total((local.normal * self.directions).sum(dim=-1))
+
+    def slack(self, local: LocalCost) -> Tensor:
+        """``sqrt(B - C)`` (J,), zero where the budget is met to tolerance."""
+        room = torch.from_numpy(self.target) - local.expected
+        return torch.where(room > torch.from_numpy(self.tolerance), room, 0.0).sqrt()

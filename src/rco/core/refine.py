@@ -1,0 +1,363 @@
+"""What follows the loop: choosing among candidates, spending what is left, and exchanges while they pay.
+
+Nothing here can make a result worse: candidates are compared on the selection batches, and a move is kept only
+if it lowers the loss there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rco.core.knapsack import solve_mckp
+from rco.core.problem import AllocationProblem
+from rco.core.protocols import Objective, selection_objective
+from rco.core.result import StepRecord
+
+__all__ = [
+    "Candidates",
+    "Counter",
+    "Refined",
+    "SampleTracker",
+    "refine_by_exchange",
+    "spend",
+    "uniform_allocation",
+]
+
+# Moves that are predicted to pay most are tried first; more than this many are never ranked at once.
+_MOVES_PER_SIDE = 512
+# An exchange round ends after this many proposals in a row that did not pay.
+_PATIENCE = 24
+
+
+class Counter:
+    """An objective whose forwards and backwards are counted."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+        self.selection = selection_objective(objective)
+        self.forwards = 0
+        self.backwards = 0
+
+    def loss_and_gradient(self, gates: Tensor, batches: Sequence[int]) -> tuple[float, Tensor]:
+        """Mean loss over some batches and its gradient with respect to the gates."""
+        leaf = gates.detach().requires_grad_()
+        total = torch.zeros_like(leaf)
+        losses = []
+        for batch in batches:
+            loss = self.objective.loss(leaf, batch)
+            (gradient,) = torch.autograd.grad(loss, leaf)
+            total += gradient
+            losses.append(float(loss.detach()))
+            self.forwards += 1
+            self.backwards += 1
+        mean = sum(losses) / len(losses)
+        if not math.isfinite(mean):
+            raise FloatingPointError(
+                f"The objective returned {mean}; check the model and the data, or its arithmetic type."
+            )
+        return mean, total / len(losses)
+
+    @torch.no_grad()
+    def selection_losses(self, choices: np.ndarray, num_options: int, batches: Sequence[int]) -> np.ndarray:
+        """Loss of an allocation on each of the given selection batches, without gradient."""
+        gates = torch.nn.functional.one_hot(torch.from_numpy(choices), num_options).double()
+        self.forwards += len(batches)
+        return np.array([float(self.selection.loss(gates, batch)) for batch in batches])
+
+
+class SampleTracker:
+    """Remembers the sample whose loss fell furthest below what its batches usually show."""
+
+    def __init__(self, num_batches: int) -> None:
+        self._mean = np.zeros(num_batches)
+        self._seen = np.zeros(num_batches, dtype=np.int64)
+        self.choices: np.ndarray | None = None
+        self.loss = math.inf
+        self._advantage = math.inf
+
+    def see(self, choices: np.ndarray, batches: Sequence[int], loss: float) -> None:
+        """Note a sample's loss on its batches."""
+        index = np.asarray(batches)
+        self._seen[index] += 1
+        self._mean[index] += (loss - self._mean[index]) / self._seen[index]
+        advantage = loss - float(self._mean[index].mean()) if len(self._mean) > 1 else loss
+        if advantage < self._advantage:
+            self._advantage = advantage
+            self.choices = choices.copy()
+        self.loss = min(self.loss, loss)
+
+    def state(self) -> dict[str, Any]:
+        """Plain tensors and numbers."""
+        return {
+            "mean": torch.from_numpy(self._mean.copy()),
+            "seen": torch.from_numpy(self._seen.copy()),
+            "choices": None if self.choices is None else torch.from_numpy(self.choices.copy()),
+            "loss": self.loss,
+            "advantage": self._advantage,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        self._mean = state["mean"].numpy().copy()
+        self._seen = state["seen"].numpy().copy()
+        self.choices = None if state["choices"] is None else state["choices"].numpy().copy()
+        self.loss = state["loss"]
+        self._advantage = state["advantage"]
+
+
+def _room(problem: AllocationProblem, choices: np.ndarray) -> np.ndarray:
+    """Unspent units per budget."""
+    units = problem.units(choices)
+    room = [b - u for b, u in zip(problem.unit_budgets, units, strict=True)]
+    return np.array(room, dtype=problem.unit_costs.dtype)
+
+
+def _changes(problem: AllocationProblem, choices: np.ndarray) -> np.ndarray:
+    """(q, N, K) change in units when one group switches to an option."""
+    groups = np.arange(problem.num_groups)
+    return np.asarray(problem.unit_costs - problem.unit_costs[:, groups, choices][:, :, None])
+
+
+def _fits(problem: AllocationProblem, change: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """(N, K) whether a single switch stays within every budget."""
+    if problem.block_index is None:
+        return np.asarray((change <= room[:, None, None]).all(axis=0))
+    return np.asarray(change[0] <= room[problem.block_index][:, None])
+
+
+def spend(problem: AllocationProblem, choices: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Switch groups to costlier options, best value first, until nothing more is affordable.
+
+    Only right where costlier options are never worse. Among the affordable switches the one that gains most
+    value is taken; with joint budgets, costlier means no cheaper under any and costlier under one.
+    """
+    choices = choices.copy()
+    groups = np.arange(problem.num_groups)
+    while True:
+        change = _changes(problem, choices)
+        costlier = (change >= 0).all(axis=0) & (change > 0).any(axis=0)
+        possible = costlier & problem.allowed & _fits(problem, change, _room(problem, choices))
+        if not possible.any():
+            return choices
+        gain = np.where(possible, values - values[groups, choices][:, None], -np.inf)
+        if not np.isfinite(gain).any():
+            return choices
+        group, option = np.unravel_index(int(gain.argmax()), gain.shape)
+        choices[group] = option
+
+
+def uniform_allocation(problem: AllocationProblem) -> np.ndarray:
+    """The same option for every group where the budget and the locks let it, the dearest such option.
+
+    Groups that may not use it take their dearest allowed option that costs no more. If no single option fits,
+    every group takes its cheapest.
+    """
+    groups = np.arange(problem.num_groups)
+    total = problem.unit_costs.sum(axis=0)
+    total = np.where(problem.allowed, total, total.max() + 1)
+    cheapest = total.argmin(axis=1)
+    best, best_spent = cheapest, problem.units(cheapest)
+    for option in range(problem.num_options):
+        limit = problem.unit_costs.sum(axis=0)[:, option]
+        under = problem.allowed & (total <= limit[:, None])
+        dearest_under = np.where(under, total, total.min() - 1).argmax(axis=1)
+        choices = np.where(
+            problem.allowed[groups, option], option, np.where(under.any(axis=1), dearest_under, cheapest)
+        )
+        if problem.is_feasible(choices) and sum(problem.units(choices)) > sum(best_spent):
+            best, best_spent = choices, problem.units(choices)
+    return np.asarray(best, dtype=np.int64)
+
+
+class Candidates:
+    """Allocations to choose from, each spent if the problem is monotone, compared on the selection batches."""
+
+    def __init__(self, problem: AllocationProblem, counter: Counter) -> None:
+        self.problem, self.counter = problem, counter
+        self.choices: dict[str, np.ndarray] = {}
+        self.losses: dict[str, float] = {}
+
+    def add(self, name: str, choices: np.ndarray, values: Tensor) -> None:
+        """Take an allocation; ``values`` say where left-over budget goes first."""
+        if self.problem.monotone:
+            choices = spend(self.problem, choices, values.numpy())
+        self.choices[name] = choices
+
+    def add_values(self, name: str, values: Tensor) -> None:
+        """Take the exact knapsack of some values."""
+        solution = solve_mckp(values.numpy(), self.problem)
+        self.add(name, np.asarray(solution.allocation), values)
+
+    def add_uniform(self, values: Tensor) -> None:
+        """Take the uniform assignment."""
+        self.add("uniform", uniform_allocation(self.problem), values)
+
+    def best(self) -> tuple[str, np.ndarray, float]:
+        """Name, choices and selection loss of the best candidate; equal ones are evaluated once."""
+        seen: dict[bytes, float] = {}
+        batches = range(self.counter.selection.num_batches)
+        for name, choices in self.choices.items():
+            key = choices.tobytes()
+            if key not in seen:
+                losses = self.counter.selection_losses(choices, self.problem.num_options, batches)
+                seen[key] = float(losses.mean())
+            self.losses[name] = seen[key]
+        name = min(self.losses, key=lambda n: self.losses[n])
+        return name, self.choices[name], self.losses[name]
+
+
+@dataclass(frozen=True)
+class Refined:
+    """Where the exchanges ended."""
+
+    choices: np.ndarray
+    loss: float
+    evaluations: int
+    accepted: int
+
+
+def refine_by_exchange(
+    problem: AllocationProblem,
+    counter: Counter,
+    choices: np.ndarray,
+    loss: float,
+    *,
+    allowance: int,
+    on_step: Callable[[StepRecord], None] | None = None,
+) -> Refined:
+    """Try switches of one group and exchanges between two, most promising first, and keep those that pay.
+
+    The gradient of the loss with respect to the gates, at the current allocation, predicts to first order what
+    every switch gains. A move is kept if it lowers the loss on the selection batches; it is given up as soon as
+    a part of them says it does not. ``allowance`` counts passes over the selection batches.
+    """
+    num_batches = counter.selection.num_batches
+    batches = list(range(num_batches))
+    current = counter.selection_losses(choices, problem.num_options, batches)
+    spent = 1.0
+    accepted = 0
+    tried: set[bytes] = {choices.tobytes()}
+    while spent < allowance:
+        gates = torch.nn.functional.one_hot(torch.from_numpy(choices), problem.num_options).double()
+        every = list(range(counter.objective.num_batches))
+        # A backward costs about two forwards.
+        _, gradient = counter.loss_and_gradient(gates, every[: max(1, min(len(every), num_batches))])
+        spent += 3.0
+        improved = False
+        failures = 0
+        for proposal in _proposals(problem, choices, gradient.numpy()):
+            key = proposal.tobytes()
+            if key in tried:
+                continue
+            if spent >= allowance or failures >= _PATIENCE:
+                break
+            tried.add(key)
+            losses, cost = _race(counter, problem, proposal, current, batches)
+            spent += cost
+            if losses is None:
+                failures += 1
+                continue
+            choices, current, improved, failures = proposal, losses, True, 0
+            accepted += 1
+            if on_step is not None:
+                on_step(_record(counter, accepted, allowance, float(current.mean())))
+            break  # the gradient is of the old allocation: take it anew
+        if not improved:
+            break
+    return Refined(choices, float(current.mean()), int(spent), accepted)
+
+
+def _record(counter: Counter, step: int, allowance: int, loss: float) -> StepRecord:
+    return StepRecord(
+        step=step,
+        steps=allowance,
+        loss=loss,
+        best_loss=loss,
+        forwards=counter.forwards,
+        backwards=counter.backwards,
+        phase="refine",
+    )
+
+
+def _race(
+    counter: Counter,
+    problem: AllocationProblem,
+    proposal: np.ndarray,
+    current: np.ndarray,
+    batches: list[int],
+) -> tuple[np.ndarray | None, float]:
+    """Losses of a proposal that beats the current ones, or None as soon as it falls behind; and the cost."""
+    losses: list[float] = []
+    checkpoints = {max(1, len(batches) // 4), max(1, len(batches) // 2), len(batches)}
+    start = 0
+    for end in sorted(checkpoints):
+        part = batches[start:end]
+        if part:
+            losses.extend(counter.selection_losses(proposal, problem.num_options, part))
+        start = end
+        if not float(np.mean(losses)) < float(current[: len(losses)].mean()):
+            return None, len(losses) / len(batches)
+    return np.array(losses), 1.0
+
+
+def _proposals(problem: AllocationProblem, choices: np.ndarray, gradient: np.ndarray) -> list[np.ndarray]:
+    """Feasible neighbours, largest predicted decrease first."""
+    groups = np.arange(problem.num_groups)
+    change = _changes(problem, choices)
+    room = _room(problem, choices)
+    predicted = gradient - gradient[groups, choices][:, None]  # (N, K) first-order change of the loss
+    possible = problem.allowed.copy()
+    possible[groups, choices] = False
+    cells = np.flatnonzero(possible.ravel())
+    if not cells.size:
+        return []
+    flat = predicted.ravel()[cells]
+    keep = np.argsort(flat, kind="stable")[:_MOVES_PER_SIDE]
+    # Cheaper options are needed as the other half of an exchange even when they rank low on their own.
+    freeing = (change.reshape(change.shape[0], -1)[:, cells] < 0).any(axis=0)
+    cheaper = np.flatnonzero(freeing)
+    cheaper = cheaper[np.argsort(flat[cheaper], kind="stable")[:_MOVES_PER_SIDE]]
+    selected = cells[np.unique(np.concatenate([keep, cheaper]))]
+    group, option = selected // problem.num_options, selected % problem.num_options
+    score = predicted.ravel()[selected]
+    delta = change.reshape(change.shape[0], -1)[:, selected]  # (q, M)
+
+    fits_alone = _fits(problem, change, room)[group, option]
+    pairs = (group[:, None] < group[None, :]) & _pair_fits(problem, delta, group, room)
+    first, second = np.nonzero(pairs)
+    total = np.concatenate([score[fits_alone], score[first] + score[second]])
+    singles = np.flatnonzero(fits_alone)
+    order = np.argsort(total, kind="stable")[: 4 * _PATIENCE]
+    proposals = []
+    for position in order.tolist():
+        neighbour = choices.copy()
+        if position < len(singles):
+            moves = [singles[position]]
+        else:
+            moves = [first[position - len(singles)], second[position - len(singles)]]
+        for move in moves:
+            neighbour[group[move]] = option[move]
+        proposals.append(neighbour)
+    return proposals
+
+
+def _pair_fits(
+    problem: AllocationProblem, delta: np.ndarray, group: np.ndarray, room: np.ndarray
+) -> np.ndarray:
+    """(M, M) whether two switches together stay within every budget."""
+    if problem.block_index is None:
+        fits = np.ones((delta.shape[1], delta.shape[1]), dtype=bool)
+        for j in range(len(room)):
+            fits &= (delta[j][:, None] + delta[j][None, :]) <= room[j]
+        return fits
+    block = problem.block_index[group]
+    alone = delta[0] <= room[block]
+    together = (delta[0][:, None] + delta[0][None, :]) <= room[block][:, None]
+    return np.asarray(np.where(block[:, None] == block[None, :], together, alone[:, None] & alone[None, :]))

@@ -1,0 +1,35 @@
+"""Names a user can type, each loaded when asked for: ``name -> "module:Class"``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["BACKENDS", "FORMATS", "METHODS", "load", "unknown_name"]
+
+METHODS: dict[str, str] = {
+    "rco": "rco.core.search:RCO",
+    "lagrangian": "rco.baselines.lagrangian:Lagrangian",
+    "augmented-lagrangian": "rco.baselines.lagrangian:AugmentedLagrangian",
+    "penalty": "rco.baselines.lagrangian:Penalty",
+}
+BACKENDS: dict[str, str] = {}
+FORMATS: dict[str, str] = {}
+
+
+def unknown_name(kind: str, name: str, known: Mapping[str, Any] | list[str]) -> ValueError:
+    """An error that suggests what was meant."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3)
+    hint = f" Did you mean {' or '.join(close)}?" if close else ""
+    return ValueError(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(names)}.")
+
+
+def load(table: Mapping[str, str], name: str, kind: str) -> Any:
+    """The class behind a name."""
+    if name not in table:
+        raise unknown_name(kind, name, dict(table))
+    module, _, attribute = table[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

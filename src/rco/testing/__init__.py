@@ -1,0 +1,20 @@
+"""Public contract checks and problems whose optimum is known, for tests here and in other people's packages."""
+
+from rco.testing.contracts import check_objective, check_searcher
+from rco.testing.problems import (
+    NetworkObjective,
+    QuadraticObjective,
+    enumerate_feasible,
+    random_problem,
+    true_optimum,
+)
+
+__all__ = [
+    "NetworkObjective",
+    "QuadraticObjective",
+    "check_objective",
+    "check_searcher",
+    "enumerate_feasible",
+    "random_problem",
+    "true_optimum",
+]

@@ -1,0 +1,78 @@
+"""What every searcher and every objective must satisfy, as checks that anyone can run on their own.
+
+A failed check raises AssertionError with what was found.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from rco.core.problem import AllocationProblem
+from rco.core.protocols import Objective, Searcher, selection_objective
+from rco.core.refine import uniform_allocation
+from rco.core.result import SearchResult, StepRecord
+from rco.testing.problems import QuadraticObjective, random_problem
+
+__all__ = ["check_objective", "check_searcher"]
+
+
+def check_objective(objective: Objective, num_groups: int, num_options: int) -> None:
+    """A finite, repeatable scalar per batch, differentiable in the gates."""
+    generator = torch.Generator().manual_seed(0)
+    choices = torch.randint(num_options, (num_groups,), generator=generator)
+    assert objective.num_batches >= 1, f"num_batches is {objective.num_batches}"
+    for batch in {0, objective.num_batches - 1}:
+        gates = torch.nn.functional.one_hot(choices, num_options).double().requires_grad_()
+        loss = objective.loss(gates, batch)
+        assert loss.ndim == 0, f"the loss has shape {tuple(loss.shape)}, not ()"
+        assert torch.isfinite(loss), f"the loss is {loss}"
+        (gradient,) = torch.autograd.grad(loss, gates)
+        assert gradient.shape == gates.shape
+        assert torch.isfinite(gradient).all(), "the gradient is not finite"
+        with torch.no_grad():
+            again = objective.loss(gates.detach(), batch)
+        assert torch.allclose(loss.detach(), again), f"the same gates gave {float(loss)} and {float(again)}"
+
+
+def check_searcher(searcher: Searcher) -> None:
+    """Exact budgets, determinism, never worse than the starting points, JSON, on_step, locks and blocks."""
+    assert searcher.name, "a searcher has a name"
+    for seed, arguments in enumerate(_arguments()):
+        problem = random_problem(seed, num_groups=6, num_options=3, **arguments)
+        objective = QuadraticObjective(6, 3, seed=seed, num_batches=2, batch_noise=0.1)
+        prior = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        _check_run(searcher, problem, objective, prior)
+    blocks = AllocationProblem([0, 1], budget=[1, 2], blocks=[0, 0, 1, 1, 1])
+    _check_run(searcher, blocks, QuadraticObjective(5, 2, seed=1), None)
+
+
+def _arguments() -> list[dict[str, object]]:
+    locked = np.ones((6, 3), dtype=bool)
+    locked[0, 1:] = False
+    return [{}, {"sense": "<="}, {"monotone": True}, {"allowed": locked, "sense": "<="}]
+
+
+def _check_run(
+    searcher: Searcher, problem: AllocationProblem, objective: Objective, prior: torch.Tensor | None
+) -> None:
+    records: list[StepRecord] = []
+    result = searcher.search(problem, objective, prior=prior, on_step=records.append)
+    choices = np.asarray(result.allocation)
+    assert problem.is_feasible(choices), f"{searcher.name} returned an allocation over budget or forbidden"
+    assert result.cost == problem.cost(choices)
+    assert all(np.isfinite(record.loss) for record in records)
+    again = searcher.search(problem, objective, prior=prior)
+    assert result.allocation == again.allocation, "the same seed gave another allocation"
+    assert SearchResult.from_json(result.to_json()).allocation == result.allocation
+    uniform = uniform_allocation(problem)
+    # Where a problem is declared monotone the starting points are spent first, which this loss does not reward.
+    assert problem.monotone or result.loss <= _loss(objective, uniform, problem) + 1e-9, "worse than the uniform start"
+    assert abs(result.loss - _loss(objective, choices, problem)) < 1e-9, "the reported loss is another's"
+
+
+@torch.no_grad()
+def _loss(objective: Objective, choices: np.ndarray, problem: AllocationProblem) -> float:
+    held_back = selection_objective(objective)
+    gates = torch.nn.functional.one_hot(torch.from_numpy(choices), problem.num_options).double()
+    return float(np.mean([float(held_back.loss(gates, b)) for b in range(held_back.num_batches)]))

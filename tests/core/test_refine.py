@@ -1,0 +1,82 @@
+"""Spending, uniform starts and exchange moves keep the budget and never lose."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rco
+from rco.core.refine import Counter, refine_by_exchange, spend, uniform_allocation
+from rco.testing import QuadraticObjective, enumerate_feasible, random_problem, true_optimum
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 10**6), groups=st.integers(1, 9), options=st.integers(2, 5))
+def test_spend_ends_only_when_nothing_is_affordable(seed, groups, options):
+    rng = np.random.default_rng(seed)
+    costs = rng.integers(0, 7, size=(groups, options))
+    budget = int(rng.integers(costs.min(1).sum(), costs.max(1).sum() + 2))
+    problem = rco.AllocationProblem(costs, budget=budget, sense="<=", allowed=rng.random(costs.shape) < 2)
+    start = costs.argmin(axis=1)
+    spent = spend(problem, start, rng.normal(size=costs.shape))
+    assert problem.is_feasible(spent)
+    room = budget - problem.cost(spent)
+    now = costs[np.arange(groups), spent]
+    assert not ((costs > now[:, None]) & (costs - now[:, None] <= room)).any()
+
+
+def test_spend_takes_the_best_value_first():
+    problem = rco.AllocationProblem([1, 2], budget=4, weights=[1, 1, 1])
+    values = np.array([[0.0, 1.0], [0.0, 3.0], [0.0, 2.0]])
+    assert spend(problem, np.array([0, 0, 0]), values).tolist() == [0, 1, 0]
+
+
+def test_uniform_is_the_dearest_single_option_that_fits():
+    problem = rco.AllocationProblem([2, 3, 4], budget=32, weights=[5, 3, 2])
+    assert uniform_allocation(problem).tolist() == [1, 1, 1]
+    locked = np.ones((3, 3), dtype=bool)
+    locked[0] = [True, False, True]
+    problem = problem.replace(allowed=locked)
+    choices = uniform_allocation(problem)
+    assert problem.is_feasible(choices)
+    assert choices.tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_exchanges_never_lose_and_keep_the_budget(seed):
+    problem = random_problem(seed, 6, 3, sense="<=")
+    objective = QuadraticObjective(6, 3, seed=seed, num_batches=4, batch_noise=0.1)
+    start = next(iter(enumerate_feasible(problem)))
+    counter = Counter(objective)
+    loss = float(counter.selection_losses(start, 3, range(4)).mean())
+    refined = refine_by_exchange(problem, counter, start, loss, allowance=400)
+    assert problem.is_feasible(refined.choices)
+    assert refined.loss <= loss
+    assert refined.loss >= true_optimum(problem, objective)[1] - 1e-9
+
+
+def test_the_allowance_is_kept():
+    problem = random_problem(0, 8, 4)
+    objective = QuadraticObjective(8, 4, seed=0)
+    counter = Counter(objective)
+    start = uniform_allocation(problem)
+    loss = float(counter.selection_losses(start, 4, [0]).mean())
+    before = counter.forwards
+    refine_by_exchange(problem, counter, start, loss, allowance=10)
+    assert counter.forwards - before <= 12
+
+
+def test_exchanges_respect_blocks_and_joint_budgets():
+    blocks = rco.AllocationProblem([0, 1, 3], budget=[3, 4], blocks=[0, 0, 0, 1, 1, 1])
+    rng = np.random.default_rng(0)
+    joint = rco.AllocationProblem(
+        rng.integers(1, 6, size=(2, 6, 3)), budget=[20, 20], sense="<="
+    )
+    for problem in (blocks, joint):
+        objective = QuadraticObjective(6, 3, seed=4)
+        start = uniform_allocation(problem)
+        counter = Counter(objective)
+        loss = float(counter.selection_losses(start, 3, [0]).mean())
+        refined = refine_by_exchange(problem, counter, start, loss, allowance=60)
+        assert problem.is_feasible(refined.choices)
+        assert refined.loss <= loss

@@ -1,0 +1,237 @@
+"""RCO end to end on problems whose optimum is known; resume, determinism, records, boundary budgets."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import rco
+from rco.core.relaxation import batch_order, expected_cost, gumbel_noise, straight_through, temperature
+from rco.testing import NetworkObjective, QuadraticObjective, random_problem, true_optimum
+
+
+def small_case(seed, most_groups=8, most_options=4):
+    rng = np.random.default_rng(seed)
+    groups, options = int(rng.integers(4, most_groups + 1)), int(rng.integers(2, most_options + 1))
+    problem = random_problem(seed, groups, options, sense=("==", "<=")[seed % 2])
+    kind = QuadraticObjective if seed % 4 < 2 else NetworkObjective
+    return problem, kind(groups, options, seed=seed)
+
+
+def solve_cases(seeds, sizes=(), **settings):
+    found = 0
+    for seed in seeds:
+        problem, objective = small_case(seed, *sizes)
+        result = rco.minimize(lambda g, o=objective: o.loss(g, 0), problem, seed=seed, **settings)
+        assert problem.is_feasible(result.allocation)
+        assert result.loss <= min(result.candidates.values())  # never worse than what it was started from
+        found += result.loss <= true_optimum(problem, objective)[1] + 1e-9
+    return found
+
+
+def test_finds_known_optima():
+    assert solve_cases(range(12), sizes=(6, 3), steps=60, samples=4) >= 11
+
+
+@pytest.mark.slow
+def test_finds_the_optimum_of_nine_in_ten():
+    assert solve_cases(range(50)) >= 45
+
+
+def run(settings, **arguments):
+    problem = random_problem(3, 8, 3)
+    objective = QuadraticObjective(8, 3, seed=3, num_batches=5, batch_noise=0.2)
+    return rco.RCO(**settings).search(problem, objective, **arguments)
+
+
+def without_time(result):
+    described = result.to_dict()
+    described.pop("seconds")
+    for record in described["history"]:
+        record.pop("seconds")
+    return described
+
+
+@pytest.mark.parametrize("stop", [1, 7, 12])
+def test_resume_gives_the_uninterrupted_result(stop, tmp_path):
+    settings = {"steps": 12, "samples": 3, "seed": 4}
+    whole = run(settings)
+    states = []
+    run(settings, on_checkpoint=states.append)
+    torch.save(states[stop - 1], tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    resumed = run(settings, resume=state)
+    assert without_time(resumed) == without_time(whole)
+
+
+def test_resume_refuses_another_search():
+    states = []
+    run({"steps": 3, "samples": 2}, on_checkpoint=states.append)
+    with pytest.raises(ValueError, match="lr=0.1"):
+        run({"steps": 3, "samples": 2, "lr": 0.2}, resume=states[0])
+    with pytest.raises(ValueError, match="prior"):
+        run({"steps": 3, "samples": 2}, resume=states[0], prior=torch.ones(8, 3))
+    with pytest.raises(ValueError, match="another problem"):
+        rco.RCO(steps=3, samples=2).search(random_problem(5, 8, 3), QuadraticObjective(8, 3), resume=states[0])
+
+
+def test_same_seed_same_result_other_seed_other_noise():
+    first, second, third = (run({"steps": 8, "samples": 2, "seed": s}) for s in (1, 1, 2))
+    assert without_time(first) == without_time(second)
+    assert [r.loss for r in first.history] != [r.loss for r in third.history]
+
+
+def test_records_follow_the_schedule_and_the_budget():
+    records = []
+    problem = random_problem(3, 8, 3)
+    result = rco.RCO(steps=10, samples=2, refine=0).search(
+        problem, QuadraticObjective(8, 3, seed=3), on_step=records.append
+    )
+    assert [r.step for r in records] == list(range(1, 11))
+    assert records[0].temperature == 1.0
+    assert 0.01 <= records[-1].temperature < records[0].temperature
+    assert all(abs(r.expected_cost[0] - problem.budget) <= 1e-12 * problem.budget for r in records)
+    assert records[-1].backwards == 20
+    assert result.history == records
+
+
+def test_selection_split_decides():
+    class Split(QuadraticObjective):
+        def __init__(self):
+            super().__init__(6, 3, seed=0)
+            self.selection = QuadraticObjective(6, 3, seed=99)
+
+    problem = random_problem(0)
+    objective = Split()
+    result = rco.RCO(steps=20, samples=2, refine=10).search(problem, objective)
+    held_back = [
+        float(objective.selection.loss(result.allocation.one_hot(3), 0)),
+        min(v for k, v in result.candidates.items()),
+    ]
+    assert result.loss == pytest.approx(held_back[0], abs=1e-12)
+    assert result.loss == pytest.approx(held_back[1], abs=1e-12)
+
+
+def test_unspent_budget_is_spent_where_costlier_is_never_worse():
+    # The loss falls with every unit of cost, but so little that a knapsack on log p need not notice.
+    problem = rco.AllocationProblem(
+        [1, 2, 3], budget=17, weights=[2, 3, 1, 2], monotone=True
+    )
+
+    def loss(gates):
+        return 1.0 - 1e-6 * (gates * torch.tensor([1.0, 2.0, 3.0])).sum()
+
+    result = rco.minimize(loss, problem, steps=3, samples=2, refine=0)
+    room = 17 - result.cost
+    upgrades = [w for w, k in zip([2, 3, 1, 2], result.allocation, strict=True) if k < 2]
+    assert all(w > room for w in upgrades)
+
+
+@pytest.mark.parametrize("sense", ["==", "<="])
+@pytest.mark.parametrize("end", [0, 1])
+def test_budgets_at_the_ends_of_the_range(sense, end):
+    problem = random_problem(1, 4, 3)
+    problem = problem.replace(budget=problem.feasible_range[end], sense=sense)
+    objective = QuadraticObjective(4, 3, seed=1)
+    result = rco.RCO(steps=40, samples=4).search(problem, objective)
+    assert problem.is_feasible(result.allocation)
+    if end == 0:
+        assert result.loss == pytest.approx(true_optimum(problem, objective)[1])
+
+
+def test_everything_locked():
+    allowed = np.zeros((3, 2), dtype=bool)
+    allowed[:, 1] = True
+    problem = rco.AllocationProblem([1, 2], budget=6, weights=[1, 1, 1], allowed=allowed, sense="<=")
+    assert list(rco.minimize(lambda g: g.sum(), problem, steps=2, samples=1).allocation) == [1, 1, 1]
+
+
+def test_joint_budgets_and_blocks():
+    rng = np.random.default_rng(0)
+    costs = rng.integers(1, 9, size=(2, 5, 3))
+    middle = (costs.min(2).sum(1) + costs.max(2).sum(1)) // 2
+    problem = rco.AllocationProblem(costs, budget=middle.tolist(), sense="<=")
+    result = rco.RCO(steps=20, samples=2).search(problem, QuadraticObjective(5, 3, seed=0))
+    assert problem.is_feasible(result.allocation)
+    blocks = rco.AllocationProblem([0, 1, 2], budget=[2, 3], blocks=[0, 0, 1, 1, 1])
+    objective = QuadraticObjective(5, 3, seed=0)
+    result = rco.RCO(steps=60, samples=4).search(blocks, objective)
+    assert result.loss <= true_optimum(blocks, objective)[1] + 0.5
+
+
+def test_bad_settings_and_priors_are_refused():
+    problem = random_problem(0)
+    objective = QuadraticObjective(6, 3)
+    for settings in ({"steps": -1}, {"samples": 0}, {"lr": 0.0}, {"tau": (0.1, 1.0)}, {"samples": 3, "antithetic": True}):
+        with pytest.raises(ValueError, match=next(iter(settings)) if "antithetic" not in settings else "even"):
+            rco.RCO(**settings)
+    with pytest.raises(ValueError, match="shape"):
+        rco.RCO(steps=1).search(problem, objective, prior=torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="finite"):
+        rco.RCO(steps=1).search(problem, objective, prior=torch.full((6, 3), float("nan")))
+    with pytest.raises(TypeError, match="Unknown settings"):
+        rco.minimize(lambda g: g.sum(), problem, stepz=3)
+    with pytest.raises(FloatingPointError, match="nan"):
+        rco.minimize(lambda g: g.sum() * float("nan"), problem, steps=1)
+
+
+def test_a_strong_prior_is_followed():
+    problem = rco.AllocationProblem([1, 2], budget=3, weights=[1, 1])
+    prior = torch.tensor([[0.0, 8.0], [8.0, 0.0]])
+    result = rco.RCO(steps=1, samples=1, refine=0, lr=1e-6).search(
+        problem, QuadraticObjective(2, 2, coupling=0.0, seed=0), prior=prior
+    )
+    assert "prior" in result.candidates
+
+
+# ------------------------------------------------------------------ relaxation
+
+
+def test_gumbel_noise_is_a_function_of_its_counters_and_gumbel_distributed():
+    one = gumbel_noise((3, 4), seed=1, step=2, sample=3)
+    assert torch.equal(one, gumbel_noise((3, 4), seed=1, step=2, sample=3))
+    assert not torch.equal(one, gumbel_noise((3, 4), seed=1, step=2, sample=4))
+    for sample in (0, 1):  # both halves of an antithetic pair
+        noise = gumbel_noise((200, 200), seed=0, step=0, sample=sample, antithetic=True)
+        assert float(noise.mean()) == pytest.approx(0.5772, abs=0.03)
+        assert float(noise.var()) == pytest.approx(np.pi**2 / 6, rel=0.03)
+    a, b = (gumbel_noise((200, 200), seed=0, step=0, sample=s, antithetic=True) for s in (0, 1))
+    u, v = (torch.exp(-torch.exp(-noise)) for noise in (a, b))
+    assert torch.allclose(u + v, torch.ones_like(u))
+
+
+def test_batch_order_visits_every_batch_once_per_epoch():
+    walk = batch_order(5, seed=0, first=0, count=20)
+    for epoch in range(4):
+        assert sorted(walk[5 * epoch : 5 * epoch + 5]) == [0, 1, 2, 3, 4]
+    assert batch_order(5, seed=0, first=7, count=4) == walk[7:11]
+
+
+def test_temperature_is_exponential():
+    assert temperature(0, 100, (1.0, 0.01)) == 1.0
+    assert temperature(50, 100, (1.0, 0.01)) == pytest.approx(0.1)
+    assert temperature(100, 100, (1.0, 0.01)) == pytest.approx(0.01)
+
+
+def test_straight_through_is_one_hot_forward_and_softmax_backward():
+    logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    choices = torch.tensor([0, 2, 1, 1])
+    gates = straight_through(logits, choices)
+    assert torch.equal(gates.detach(), torch.nn.functional.one_hot(choices, 3).double())
+    upstream = torch.randn(4, 3, dtype=torch.float64)
+    (got,) = torch.autograd.grad(gates, logits, upstream)
+    (expected,) = torch.autograd.grad(torch.softmax(logits, -1), logits, upstream)
+    assert torch.allclose(got, expected)
+
+
+def test_expected_cost_matches_the_manifold():
+    problem = random_problem(2, 7, 4)
+    manifold = rco.BudgetManifold(problem)
+    x = torch.randn(7, 4, dtype=torch.float64)
+    assert torch.allclose(expected_cost(problem, x).squeeze(), manifold.expected_cost(x))
+
+
+def test_settings_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rco.RCO().steps = 3
