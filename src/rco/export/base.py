@@ -1,0 +1,219 @@
+"""What every format shares: the summary it returns, and a folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from rco.compressors.packing import PackedWeight
+from rco.models.loading import LoadedModel, load_model
+
+__all__ = [
+    "ExportError",
+    "ExportSummary",
+    "Exporter",
+    "atomic_folder",
+    "resolve_source",
+    "write_companions",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class ExportError(ValueError):
+    """A checkpoint cannot be written; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class ExportSummary:
+    """What was written.
+
+    Attributes:
+        format: Name of the format.
+        path: The folder.
+        files: Size in bytes of every file in it.
+        tensors: Data bytes of every tensor.
+        total_bytes: Size of all safetensors files, headers included.
+    """
+
+    format: str
+    path: Path
+    files: dict[str, int]
+    tensors: dict[str, int]
+    total_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The summary as plain data."""
+        return {
+            "format": self.format,
+            "path": str(self.path),
+            "files": self.files,
+            "tensors": self.tensors,
+            "total_bytes": self.total_bytes,
+        }
+
+
+class Exporter(Protocol):
+    """Writes a model whose linears have been given packed weights."""
+
+    name: ClassVar[str]
+
+    def export(
+        self,
+        source: LoadedModel | str | Path,
+        weights: Mapping[str, PackedWeight],
+        out: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+        overwrite: bool = False,
+    ) -> ExportSummary:
+        """Write the checkpoint into the folder ``out``."""
+        ...
+
+
+def resolve_source(source: LoadedModel | str | Path) -> LoadedModel:
+    """A model to take unquantized tensors from; a name or folder is loaded on the CPU."""
+    return source if isinstance(source, LoadedModel) else load_model(source)
+
+
+@contextmanager
+def atomic_folder(out: str | Path, *, overwrite: bool = False, needed_bytes: int = 0) -> Iterator[Path]:
+    """A new folder to write into, which takes the name ``out`` when the block ends without an error.
+
+    Whatever happens, ``out`` is never half-written: an error removes the new folder, and one that a killed process
+    left behind is removed by the next export to the same place.
+
+    Args:
+        out: The final folder.
+        overwrite: Replace a folder that is there and not empty.
+        needed_bytes: Refuse at once where the disk has less than that.
+
+    Raises:
+        ExportError: The place is taken, full, or cannot be written to.
+    """
+    out = Path(out).expanduser().absolute()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(out)
+        _check_target(out, overwrite)
+        free = shutil.disk_usage(out.parent).free
+        if free < needed_bytes:
+            raise ExportError(
+                f"{out.parent} has {free / 1e9:.2f} GB free and the checkpoint takes {needed_bytes / 1e9:.2f} GB; "
+                "make room or choose another folder."
+            )
+        work = out.parent / f"{_partial_prefix(out)}{os.getpid()}"
+        work.mkdir()
+    except OSError as error:
+        raise ExportError(
+            f"{out} cannot be created: {error.strerror or error}. Choose a writable folder."
+        ) from error
+    try:
+        yield work
+        _sync(work)
+        _put_in_place(work, out)
+    except OSError as error:
+        raise ExportError(
+            f"Writing {out} failed: {error.strerror or error}. Nothing was left there."
+        ) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _check_target(out: Path, overwrite: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise ExportError(f"{out} is a file; choose a folder.")
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        raise ExportError(f"{out} is not empty; choose another folder, or pass overwrite=True to replace it.")
+
+
+def _partial_prefix(out: Path) -> str:
+    return f".{out.name}.partial-{socket.gethostname()}-"
+
+
+def _clear_leftovers(out: Path) -> None:
+    """Undo what killed processes of this machine have left half done."""
+    prefix = _partial_prefix(out)
+    for folder in sorted(out.parent.glob(f"{prefix}*")):
+        owner, _, kind = folder.name.removeprefix(prefix).partition(".")
+        if not owner.isdigit() or (int(owner) != os.getpid() and _alive(int(owner))):
+            continue
+        if kind == "old" and not out.exists():
+            logger.info("Putting %s back, whose replacement was killed.", out)
+            os.replace(folder, out)
+        else:
+            logger.info("Removing %s, left by an export that was killed.", folder)
+            shutil.rmtree(folder)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _sync(folder: Path) -> None:
+    """Have every file on the disk before the folder gets its name."""
+    for path in [*folder.iterdir(), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _put_in_place(work: Path, out: Path) -> None:
+    if not (out.is_dir() and any(out.iterdir())):
+        os.replace(work, out)  # an empty folder may be replaced
+        return
+    # A full folder cannot be replaced in one step: the old one keeps a name until the new one has its own.
+    old = work.with_name(f"{work.name}.old")
+    os.replace(out, old)
+    try:
+        os.replace(work, out)
+    except OSError:
+        os.replace(old, out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_companions(loaded: LoadedModel, folder: Path, changes: Mapping[str, Any]) -> None:
+    """Write all that is not weights: config, generation config, tokenizer, the model's own code.
+
+    Args:
+        loaded: The model.
+        folder: Where to.
+        changes: Fields of ``config.json`` to set; None removes one.
+    """
+    model: Any = loaded.model
+    config = deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    path = folder / "config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content.update(changes)
+    content = {key: value for key, value in content.items() if value is not None or key not in changes}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+    if loaded.tokenizer is not None:
+        loaded.tokenizer.save_pretrained(folder)
+    if loaded.path is not None and "auto_map" in content:
+        for code in loaded.path.glob("*.py"):
+            shutil.copyfile(code, folder / code.name)

@@ -1,0 +1,223 @@
+"""The ``compressed-tensors`` format: packed codes that transformers, vLLM and others load.
+
+Every linear keeps its own width: linears of the same scheme form one config group with their exact names as
+targets, so that no program has to interpret a pattern. Linears left alone are on the ignore list, again by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from rco.backends.accounting import DENSE, Scheme, allocation_tensors, distinct_state, scheme_of
+from rco.compressors.packing import PackedWeight, pack
+from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
+from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint
+from rco.models.layout import LinearInfo
+from rco.models.loading import LoadedModel
+
+__all__ = ["CompressedTensorsExporter", "check_exportable", "quantization_config", "zero_point_tensor"]
+
+FORMAT = "pack-quantized"
+_LAYOUT_VERSION = "0.20.0"  # of compressed-tensors, whose packing is followed: dense for every width
+
+
+class CompressedTensorsExporter:
+    """Writes packed weights, one tensor at a time, under the names of the model's modules."""
+
+    name: ClassVar[str] = "compressed-tensors"
+
+    def export(
+        self,
+        source: LoadedModel | str | Path,
+        weights: Mapping[str, PackedWeight],
+        out: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+        overwrite: bool = False,
+    ) -> ExportSummary:
+        """Write a model with packed weights.
+
+        Args:
+            source: The full-precision model; tensors that are not quantized come from it.
+            weights: Packed weight of every quantized linear, by name; the others are left alone.
+            out: The folder to make.
+            dtype: Type of everything unquantized; it must be the model's own, because a search has seen no other.
+            max_shard_size: Data bytes per file.
+            overwrite: Replace a folder that is not empty.
+
+        Raises:
+            ExportError: The format cannot hold these weights, or the folder cannot be written.
+        """
+        loaded = resolve_source(source)
+        if dtype not in (None, loaded.dtype):
+            raise ExportError(
+                f"The model is in {loaded.dtype} and dtype={dtype} was asked for; load it in the type to export."
+            )
+        linears = loaded.layout.linears(loaded.model, include_head=True)
+        schemes = {name: scheme_of(packed) for name, packed in weights.items()}
+        check_exportable(linears, schemes)
+        by_name = {info.name: info for info in linears}
+        for name, packed in weights.items():
+            _check_weight(by_name[name], packed)
+        state = distinct_state(loaded.model)
+        tensors = allocation_tensors(loaded.model, linears, schemes)
+
+        def fetch(stored: str) -> Tensor:
+            linear, _, suffix = stored.rpartition(".weight_")
+            if linear in weights and suffix in _PARTS:
+                return _PARTS[suffix](weights[linear])
+            return _in_memory(stored, state[stored], loaded)
+
+        changes: dict[str, Any] = {
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "quantization_config": quantization_config(loaded, schemes),
+        }
+        if any(by_name[name].tied for name in weights):
+            # The output layer becomes a tensor of its own beside the embedding.
+            changes["tie_word_embeddings"] = False
+        needed = expected_bytes(tensors, max_shard_size)
+        with atomic_folder(out, overwrite=overwrite, needed_bytes=needed) as folder:
+            write_checkpoint(folder, tensors, fetch, max_shard_size)
+            total = verify_checkpoint(folder, tensors)
+            write_companions(loaded, folder, changes)
+            files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+        return ExportSummary(self.name, Path(out), files, {spec.name: spec.nbytes for spec in tensors}, total)
+
+
+def check_exportable(linears: Iterable[LinearInfo], schemes: Mapping[str, Scheme | Iterable[Scheme]]) -> None:
+    """Refuse what the format cannot hold, before any work is done.
+
+    Args:
+        linears: The model's linears.
+        schemes: Scheme of each linear by name, or all schemes that a search may give it.
+
+    Raises:
+        ExportError: A name is unknown, a layer is no ``nn.Linear``, or a row does not divide into groups.
+    """
+    known = {info.name: info for info in linears}
+    for name, options in schemes.items():
+        info = known.get(name)
+        if info is None:
+            raise ExportError(f"The model has no linear {name!r} to give a packed weight to.")
+        for scheme in [options] if isinstance(options, Scheme) else options:
+            written = scheme.on(info.in_features)
+            if written.dense:
+                continue
+            if info.transposed:
+                raise ExportError(
+                    f"{name} is a {type(info.module).__name__}, and compressed-tensors packs nn.Linear only; "
+                    "export this model with the format 'dense'."
+                )
+            if written.group_size is not None and info.in_features % written.group_size:
+                raise ExportError(
+                    f"{name} has rows of {info.in_features}, which groups of {written.group_size} do not "
+                    f"divide, as compressed-tensors requires: choose a group size that divides "
+                    f"{info.in_features}, one scale per channel, or the format 'dense'."
+                )
+
+
+def _check_weight(info: LinearInfo, packed: PackedWeight) -> None:
+    if packed.shape != (info.out_features, info.in_features):
+        raise ExportError(
+            f"{info.name} is {info.out_features}x{info.in_features}, its packed weight {packed.shape[0]}x"
+            f"{packed.shape[1]}: the candidates were made for another model."
+        )
+    if packed.scales.dtype != info.weight.dtype:
+        raise ExportError(
+            f"{info.name} has scales in {packed.scales.dtype} and its layer is in {info.weight.dtype}: it would "
+            "decode to other values than the search saw. Make the candidates in the model's own type."
+        )
+
+
+def zero_point_tensor(packed: PackedWeight) -> Tensor:
+    """Zero points as the format stores them: packed along the rows, (words, groups)."""
+    assert packed.zeros is not None
+    return pack(packed.zeros.T.contiguous(), packed.bits).T.contiguous()
+
+
+_PARTS: dict[str, Callable[[PackedWeight], Tensor]] = {
+    "packed": lambda packed: packed.packed,
+    "scale": lambda packed: packed.scales,
+    "shape": lambda packed: torch.tensor(packed.shape, dtype=torch.int64),
+    "zero_point": zero_point_tensor,
+}
+
+
+def _in_memory(name: str, value: Tensor, loaded: LoadedModel) -> Tensor:
+    """A tensor of the model; one that was offloaded is read from the checkpoint it came from."""
+    if not value.is_meta:
+        return value
+    from safetensors import safe_open
+
+    for path in sorted(loaded.path.glob("*.safetensors")) if loaded.path is not None else ():
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118 - not a mapping
+                found: Tensor = file.get_tensor(name)
+                return found.to(value.dtype)
+    raise ExportError(f"{name} is neither in memory nor in the model's folder; load the model on one device.")
+
+
+# ---------------------------------------------------------------------- the config
+
+
+def quantization_config(loaded: LoadedModel, schemes: Mapping[str, Scheme]) -> dict[str, Any] | None:
+    """The ``quantization_config`` for linears with these schemes; None if all are left alone."""
+    groups: dict[Scheme, list[str]] = {}
+    for info in loaded.layout.linears(loaded.model, include_head=True):
+        scheme = schemes.get(info.name, DENSE).on(info.in_features)
+        if not scheme.dense:
+            groups.setdefault(scheme, []).append(info.name)
+    if not groups:
+        return None
+    ordered = sorted(groups, key=lambda scheme: (scheme.bits, scheme.symmetric, scheme.group_size or 0))
+    return {
+        "quant_method": "compressed-tensors",
+        "version": _LAYOUT_VERSION,
+        "format": FORMAT,
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "ignore": _ignored(loaded.model, {name for names in groups.values() for name in names}),
+        "config_groups": {
+            f"group_{index}": {
+                "targets": groups[scheme],
+                "weights": {
+                    "num_bits": scheme.bits,
+                    "type": "int",
+                    "symmetric": scheme.symmetric,
+                    "strategy": "channel" if scheme.group_size is None else "group",
+                    "group_size": scheme.group_size,
+                    "dynamic": False,
+                },
+                "input_activations": None,
+                "output_activations": None,
+                "format": FORMAT,
+            }
+            for index, scheme in enumerate(ordered)
+        },
+    }
+
+
+def _ignored(model: nn.Module, quantized: set[str]) -> list[str]:
+    """Every layer an engine might quantize and must not.
+
+    vLLM stops at a linear that neither a target nor this list names; it builds routers as linears, and
+    experts that transformers keeps as one three-dimensional parameter as one linear each.
+    """
+    ignored: list[str] = []
+    for name, module in model.named_modules():
+        if name in quantized or isinstance(module, nn.Embedding):
+            continue
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        if "weight" in own and own["weight"].ndim == 2:
+            ignored.append(name)
+        elif any(value.ndim == 3 for value in own.values()):
+            ignored.append(f"re:^{re.escape(name)}\\..*")
+    return ignored

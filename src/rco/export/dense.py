@@ -1,0 +1,122 @@
+"""The ``dense`` format: an ordinary Hugging Face checkpoint whose weights have been through the quantizer.
+
+It is as large as the original, and loads wherever the original loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rco.backends.accounting import TensorSpec, distinct_state
+from rco.compressors.packing import PackedWeight
+from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
+from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint
+from rco.models.layout import LinearInfo
+from rco.models.loading import LoadedModel
+
+__all__ = ["DenseExporter"]
+
+
+class DenseExporter:
+    """Writes dequantised weights, one tensor at a time, under the names of the original checkpoint."""
+
+    name: ClassVar[str] = "dense"
+
+    def export(
+        self,
+        source: LoadedModel | str | Path,
+        weights: Mapping[str, PackedWeight],
+        out: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+        overwrite: bool = False,
+    ) -> ExportSummary:
+        """Write a model with some weights replaced.
+
+        Args:
+            source: The full-precision model.
+            weights: Packed weight of every linear that changes, by name.
+            out: The folder to make.
+            dtype: Type of the floating-point tensors; None keeps the model's.
+            max_shard_size: Data bytes per file.
+            overwrite: Replace a folder that is not empty.
+
+        Raises:
+            ExportError: The folder cannot be written, or a weight fits no linear.
+        """
+        loaded = resolve_source(source)
+        linears = {info.name: info for info in loaded.layout.linears(loaded.model, include_head=True)}
+        _check_names(weights, linears)
+        tied = [name for name in weights if linears[name].tied]
+        state, places = _checkpoint_state(loaded, weights.keys() - set(tied))
+        for name in tied:
+            places[f"{name}.weight"] = name
+            state[f"{name}.weight"] = linears[name].weight
+        kept = loaded.dtype
+
+        def target(tensor: Tensor) -> torch.dtype:
+            # Only what has the model's own type changes it; what it keeps wider on purpose stays so.
+            return dtype if dtype is not None and tensor.dtype == kept else tensor.dtype
+
+        def fetch(stored: str) -> Tensor:
+            if stored not in places:
+                return state[stored].to(target(state[stored]))
+            info, packed = linears[places[stored]], weights[places[stored]]
+            dense = packed.dequantize().to(target(state[stored]))
+            return dense.T if info.transposed else dense
+
+        tensors = [TensorSpec(name, target(value), tuple(value.shape)) for name, value in state.items()]
+        changes: dict[str, Any] = {"dtype": str(dtype or kept).removeprefix("torch.")}
+        if tied:
+            changes["tie_word_embeddings"] = False
+        needed = expected_bytes(tensors, max_shard_size)
+        with atomic_folder(out, overwrite=overwrite, needed_bytes=needed) as folder:
+            write_checkpoint(folder, tensors, fetch, max_shard_size)
+            total = verify_checkpoint(folder, tensors)
+            write_companions(loaded, folder, changes)
+            files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+        return ExportSummary(self.name, Path(out), files, {spec.name: spec.nbytes for spec in tensors}, total)
+
+
+def _check_names(weights: Mapping[str, PackedWeight], linears: Mapping[str, LinearInfo]) -> None:
+    for name, packed in weights.items():
+        info = linears.get(name)
+        if info is None:
+            raise ExportError(f"The model has no linear {name!r} to give a packed weight to.")
+        if packed.shape != (info.out_features, info.in_features):
+            raise ExportError(
+                f"{name} is {info.out_features}x{info.in_features}, its packed weight {packed.shape[0]}x"
+                f"{packed.shape[1]}: the candidates were made for another model."
+            )
+
+
+def _checkpoint_state(loaded: LoadedModel, replaced: set[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The model's tensors under the names a checkpoint uses, and which of them are which linear's weight."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model: Any = loaded.model
+    state = distinct_state(model)
+    missing = [name for name, value in state.items() if value.is_meta]
+    if missing:
+        raise ExportError(
+            f"{missing[0]} is not in memory (offloaded); load the model on one device to export it."
+        )
+    owners = {(state[f"{name}.weight"].data_ptr(), state[f"{name}.weight"].shape): name for name in replaced}
+    stored = revert_weight_conversion(model, dict(state))
+    places = {
+        key: owners[value.data_ptr(), value.shape]
+        for key, value in stored.items()
+        if (value.data_ptr(), value.shape) in owners
+    }
+    lost = replaced - set(places.values())
+    if lost:
+        raise ExportError(
+            f"{min(lost)} is stored merged with other weights, which this format cannot write yet."
+        )
+    return stored, places

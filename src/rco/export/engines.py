@@ -1,0 +1,167 @@
+"""Which checkpoints which engines accept: the rules of each, checked on the config that was written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rco.backends.accounting import DENSE, Scheme
+from rco.models.layout import ARCHITECTURES
+
+__all__ = ["ENGINES", "Engine", "validate_for_engine"]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What an engine takes.
+
+    Attributes:
+        name: What the user types.
+        symmetric_bits: Widths it takes on a symmetric grid.
+        asymmetric_bits: Widths it takes with zero points.
+        group_sizes: Group sizes it takes, None standing for one scale per channel; empty for any.
+        fused: It merges some linears into one matrix, which then needs one scheme.
+    """
+
+    name: str
+    symmetric_bits: frozenset[int]
+    asymmetric_bits: frozenset[int]
+    group_sizes: frozenset[int | None] = frozenset()
+    fused: bool = True
+
+    def accepts(self, scheme: Scheme) -> bool:
+        """Whether it takes a linear of this scheme."""
+        return self.refusal(scheme) is None
+
+    def refusal(self, scheme: Scheme) -> str | None:
+        """Why it does not take a scheme; None if it does."""
+        if scheme.dense:
+            return None
+        widths = self.symmetric_bits if scheme.symmetric else self.asymmetric_bits
+        grid = "symmetric" if scheme.symmetric else "asymmetric"
+        if scheme.bits not in widths:
+            return f"{self.name} takes {grid} widths {_listed(widths)}, not {scheme.bits}"
+        if self.group_sizes and scheme.group_size not in self.group_sizes:
+            shown = _listed([scheme.group_size])
+            return f"{self.name} takes group sizes {_listed(self.group_sizes)}, not {shown}"
+        return None
+
+
+def _listed(values: Iterable[int | None]) -> str:
+    return ", ".join(
+        "channel" if value is None else str(value) for value in sorted(values, key=lambda v: v or 0)
+    )
+
+
+ENGINES: dict[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        Engine("transformers", frozenset(range(1, 9)), frozenset(range(1, 9)), fused=False),
+        Engine("vllm", frozenset(range(2, 9)), frozenset({4, 8})),
+        Engine("vllm-marlin", frozenset({4, 8}), frozenset({4}), frozenset({None, 32, 64, 128})),
+    )
+}
+
+
+def validate_for_engine(
+    config: Mapping[str, Any], engine: str, linears: Sequence[str] | None = None
+) -> list[str]:
+    """Check an exported ``config.json`` against what an engine loads.
+
+    Args:
+        config: The whole config, or its ``quantization_config`` alone (then ``q_proj, k_proj, v_proj`` and
+            ``gate_proj, up_proj`` are taken to be merged).
+        engine: ``"transformers"``, ``"vllm"``, ``"vllm-marlin"``, or ``"any"`` for no rule.
+        linears: Names of the model's linears; None takes those that the config names.
+
+    Returns:
+        One sentence for each violation; empty if the engine takes the checkpoint.
+    """
+    if engine == "any":
+        return []
+    if engine not in ENGINES:
+        raise ValueError(f"Unknown engine {engine!r}; known are any, {', '.join(ENGINES)}.")
+    rules = ENGINES[engine]
+    quantization = config if "config_groups" in config else config.get("quantization_config")
+    if quantization is None:
+        return []
+    violations = _format_violations(quantization)
+    groups = [(key, group["targets"], _scheme(group)) for key, group in quantization["config_groups"].items()]
+    for key, _, scheme in groups:
+        reason = rules.refusal(scheme)
+        if reason:
+            violations.append(f"{key}: {reason}.")
+    ignore = quantization.get("ignore") or []
+    names = list(linears) if linears is not None else _exact_names(groups, ignore)
+    schemes: dict[str, Scheme] = {}
+    for name in names:
+        matched = [(key, scheme) for key, targets, scheme in groups if _matches(name, targets)]
+        if _matches(name, ignore):
+            matched = []
+        elif not matched:
+            violations.append(f"{name}: neither a target nor on the ignore list.")
+        if len({scheme for _, scheme in matched}) > 1:
+            # transformers takes the most specific target, vLLM the first one.
+            violations.append(
+                f"{name}: matched by {' and '.join(key for key, _ in matched)} with different schemes."
+            )
+        schemes[name] = matched[0][1] if matched else DENSE
+    if rules.fused:
+        violations += _fused_violations(schemes, config, engine)
+    return violations
+
+
+def _format_violations(quantization: Mapping[str, Any]) -> list[str]:
+    found = []
+    if quantization.get("quant_method") != "compressed-tensors":
+        found.append(f"quant_method is {quantization.get('quant_method')!r}, not 'compressed-tensors'.")
+    if quantization.get("format") != "pack-quantized":
+        found.append(f"format is {quantization.get('format')!r}, not 'pack-quantized'.")
+    for key, group in quantization["config_groups"].items():
+        weights = group["weights"]
+        if weights.get("type", "int") != "int" or weights.get("strategy") not in ("group", "channel"):
+            found.append(f"{key}: weights must be int with one scale per group or channel.")
+        if group.get("input_activations") is not None:
+            found.append(f"{key}: activations must stay unquantized.")
+    return found
+
+
+def _scheme(group: Mapping[str, Any]) -> Scheme:
+    weights = group["weights"]
+    size = weights.get("group_size")
+    per_channel = weights.get("strategy") == "channel" or size in (None, -1)
+    return Scheme(weights["num_bits"], None if per_channel else size, weights.get("symmetric", True))
+
+
+def _matches(name: str, targets: Iterable[str]) -> bool:
+    return any(
+        re.match(target[3:], name) is not None if target.startswith("re:") else target == name
+        for target in targets
+    )
+
+
+def _exact_names(groups: Iterable[tuple[str, list[str], Scheme]], ignore: Iterable[str]) -> list[str]:
+    named = [target for _, targets, _ in groups for target in targets] + list(ignore)
+    return list(dict.fromkeys(name for name in named if not name.startswith("re:") and "." in name))
+
+
+def _fused_violations(schemes: Mapping[str, Scheme], config: Mapping[str, Any], engine: str) -> list[str]:
+    row = ARCHITECTURES.get(str(config.get("model_type", "llama")))
+    merged = row.fused_paths if row is not None else ()
+    sets: dict[str, dict[str, Scheme]] = {}
+    for name, scheme in schemes.items():
+        for paths in merged:
+            for path in paths:
+                if name.endswith(f".{path}"):
+                    sets.setdefault(f"{name.removesuffix(path)}{'|'.join(paths)}", {})[name] = scheme
+        layer, inside, _ = name.partition(".experts.")
+        if inside:
+            sets.setdefault(f"{layer}.experts", {})[name] = scheme
+    return [
+        f"{', '.join(members)}: {engine} merges them into one matrix, but their schemes differ "
+        f"({'; '.join(sorted({str(scheme) for scheme in members.values()}))})."
+        for members in sets.values()
+        if len(set(members.values())) > 1
+    ]
