@@ -1,0 +1,221 @@
+"""Running a model block by block, and looking at what its linears read.
+
+Calibration that quantizes block after block needs the input of each block under the blocks already changed, not a
+full forward pass per block. :class:`BlockInputs` holds that input for all sequences and moves it through one block
+at a time; :func:`linear_inputs` streams what named linears of a block read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rco.models.layout import Layout
+
+__all__ = ["BlockInputs", "linear_inputs"]
+
+
+class _Reached(BaseException):
+    """Ends a forward pass once the last block has been called; never leaves this module."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a block is given beside its hidden states: masks, rotary tables, positions."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class BlockInputs:
+    """The hidden states that enter the next block, for every sequence, and what else the blocks are given.
+
+    Only one batch of sequences is on the model's device at a time. Blocks see the very arguments that a whole
+    forward pass would give them (each block its own: sliding and full attention have different masks), so running
+    all of them and the final norm reproduces :meth:`Layout.final_hidden` bit for bit.
+
+    Attributes:
+        hidden: (S, L, H) on the storage device; what enters block ``position``. To resume, set both.
+        position: Index of the block that comes next.
+    """
+
+    def __init__(
+        self, model: nn.Module, layout: Layout, hidden: Tensor, calls: list[list[_Call]], batch: int
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.hidden = hidden
+        self.position = 0
+        self._blocks = [block for _, block in layout.blocks(model)]
+        self._calls = calls  # per batch, then per block; batches of one shape share theirs
+        self._batch = batch
+
+    @classmethod
+    def capture(
+        cls,
+        model: nn.Module,
+        layout: Layout,
+        tokens: Tensor,
+        *,
+        batch_size: int = 8,
+        storage: str | torch.device | None = None,
+    ) -> BlockInputs:
+        """Embed all sequences and record what every block is given; no block is computed.
+
+        Args:
+            model: The causal language model.
+            layout: Its row of the architecture table.
+            tokens: (S, L) token ids, without padding.
+            batch_size: Sequences on the model's device at a time.
+            storage: Where the hidden states of all sequences are kept; None for the model's device.
+        """
+        if tokens.ndim != 2 or 0 in tokens.shape:
+            raise ValueError(
+                f"tokens must be (sequences, length) with at least one of each, got {tuple(tokens.shape)}."
+            )
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+        device = layout.embedding(model).weight.device
+        hidden: Tensor | None = None
+        by_shape: dict[torch.Size, list[_Call]] = {}
+        calls: list[list[_Call]] = []
+        for start in range(0, len(tokens), batch_size):
+            ids = tokens[start : start + batch_size].to(device)
+            first, given = _trace(model, layout, ids)
+            # Without padding these depend on the shape alone, so one copy serves all batches of that shape.
+            calls.append(by_shape.setdefault(ids.shape, given))
+            if hidden is None:
+                place = device if storage is None else torch.device(storage)
+                hidden = first.new_empty((*tokens.shape, first.shape[-1]), device=place)
+            hidden[start : start + batch_size] = first.to(hidden.device)
+        assert hidden is not None
+        return cls(model, layout, hidden, calls, batch_size)
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    @torch.no_grad()
+    def outputs(self, block: nn.Module | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Run the next block over all sequences: yields which sequences, and its output (b, L, H) for them.
+
+        ``block`` stands in for the model's own block, for instance a quantized copy. Nothing is stored.
+        """
+        if self.position >= len(self._blocks):
+            raise IndexError(f"All {len(self._blocks)} blocks have been run; call finish() or capture again.")
+        module = self._blocks[self.position] if block is None else block
+        parameter = next(module.parameters(), None)
+        device = self.hidden.device if parameter is None else parameter.device
+        for index, calls in enumerate(self._calls):
+            rows = slice(index * self._batch, min((index + 1) * self._batch, len(self.hidden)))
+            call = calls[self.position]
+            result = module(self.hidden[rows].to(device), *call.args, **call.kwargs)
+            yield rows, result[0] if isinstance(result, tuple) else result
+
+    def observe(self, block: nn.Module | None = None) -> None:
+        """Run the next block and drop the outputs: for hooks that look at what happens inside."""
+        for _ in self.outputs(block):
+            pass
+
+    def advance(self, block: nn.Module | None = None) -> None:
+        """Run the next block and make its outputs the inputs of the one after it.
+
+        Interrupted half-way the hidden states are a mixture; capture again, or set ``hidden`` from a saved copy.
+        """
+        for rows, output in self.outputs(block):
+            self.hidden[rows] = output.to(self.hidden.device)
+        self.position += 1
+
+    @torch.no_grad()
+    def finish(self) -> Tensor:
+        """(S, L, H) after the final norm, once every block has been run: what the output layer reads."""
+        if self.position != len(self._blocks):
+            raise IndexError(f"{len(self._blocks) - self.position} blocks have not been run yet.")
+        norm = self.layout.final_norm(self.model)
+        parameter = next(norm.parameters(), None)
+        device = self.hidden.device if parameter is None else parameter.device
+        result = torch.empty_like(self.hidden)
+        for start in range(0, len(self.hidden), self._batch):
+            rows = slice(start, start + self._batch)
+            result[rows] = norm(self.hidden[rows].to(device)).to(result.device)
+        return result
+
+
+@torch.no_grad()
+def _trace(model: nn.Module, layout: Layout, ids: Tensor) -> tuple[Tensor, list[_Call]]:
+    """Input of the first block, and the other arguments of each; the blocks themselves are skipped."""
+    blocks = [block for _, block in layout.blocks(model)]
+    calls: list[_Call] = []
+    entered: list[Tensor] = []
+
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        hidden: Tensor
+        if args:
+            hidden, args = args[0], args[1:]
+        else:
+            hidden = kwargs.pop("hidden_states")
+        if not entered:
+            entered.append(hidden)
+        calls.append(_Call(args, kwargs))
+        if len(calls) == len(blocks):
+            raise _Reached
+        return hidden
+
+    with _replaced_forward(blocks, record), suppress(_Reached):
+        layout.stack(model)(input_ids=ids, use_cache=False)
+    return entered[0], calls
+
+
+@contextmanager
+def _replaced_forward(blocks: list[nn.Module], forward: Callable[..., Tensor]) -> Iterator[None]:
+    # An instance may carry a forward of its own (device hooks do that): put back exactly what was there.
+    before = [vars(block).get("forward") for block in blocks]
+    try:
+        for block in blocks:
+            vars(block)["forward"] = forward
+        yield
+    finally:
+        for block, own in zip(blocks, before, strict=True):
+            if own is None:
+                vars(block).pop("forward", None)
+            else:
+                vars(block)["forward"] = own
+
+
+@contextmanager
+def linear_inputs(
+    block: nn.Module, names: Iterable[str], callback: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Call ``callback(name, x)`` with the input (tokens, in_features) of each named linear whenever it runs.
+
+    Args:
+        block: The block, or any module.
+        names: Dotted names inside it (:attr:`LinearInfo.path`). Linears of one fused set read the same input, so
+            naming one of a set is enough for statistics of all.
+        callback: Called within the forward pass, without gradients; must copy what it keeps.
+    """
+    modules = dict(block.named_modules())
+    wanted = list(names)
+    unknown = [name for name in wanted if name not in modules]
+    if unknown:
+        raise ValueError(
+            f"The block has no module {unknown[0]!r}; it has {', '.join(filter(None, modules))}."
+        )
+
+    def hook(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x: Tensor = args[0] if args else kwargs["input"]
+        callback(name, x.detach().reshape(-1, x.shape[-1]))
+
+    handles = []
+    try:
+        for name in wanted:
+            handles.append(modules[name].register_forward_pre_hook(partial(hook, name), with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

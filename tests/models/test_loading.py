@@ -1,0 +1,242 @@
+"""Models by name and by folder, and what goes wrong with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rco.models.files import check_safetensors, file_sha256, folder_fingerprint, weight_files
+from rco.models.loading import load_model, pick_device, wrap_model
+from rco.models.tiny import tiny_model
+from rco.models.zoo import ModelError, find_builtin
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A sharded checkpoint with a tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama", vocab_size=8192).save_pretrained(folder, max_shard_size="200KB")
+    for file in find_builtin("tiny-llama").locate()[0].glob("tokenizer*"):
+        shutil.copy(file, folder)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+@pytest.fixture
+def folder(source, tmp_path):
+    return shutil.copytree(source, tmp_path / "copy")
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_a_builtin_model_is_ready_for_work():
+    loaded = load_model("tiny-llama")
+    assert loaded.name == "tiny-llama"
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.device == torch.device("cpu")
+    assert not loaded.model.training
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+    assert len(loaded.layout.linears(loaded.model)) == 56
+    assert loaded.layout.head(loaded.model).tied
+    ids = torch.tensor([loaded.tokenizer("The capital of France").input_ids])
+    assert loaded.model(ids).logits.shape == (1, ids.shape[1], 8192)
+
+
+def test_the_builtin_moe_model_knows_its_language():
+    loaded = load_model("tiny-moe", dtype="float32")
+    assert loaded.dtype == torch.float32
+    ids = torch.tensor([loaded.tokenizer("It was the best of times, it was the worst of").input_ids])
+    loss = loaded.model(ids, labels=ids).loss
+    assert loss < 6  # a random model has log(8192) = 9
+
+
+def test_shards_and_a_relative_path(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    loaded = load_model("copy", dtype=torch.float32)
+    assert loaded.path == folder
+    reference = tiny_model("llama", vocab_size=8192)
+    for name, value in reference.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], value), name
+
+
+def test_types(folder):
+    assert load_model(folder).dtype == torch.float32
+    assert load_model(folder, dtype="bfloat16").dtype == torch.bfloat16
+    edit_config(folder, dtype="float16")
+    assert load_model(folder).dtype == torch.float32
+    with pytest.raises(ModelError, match="Unknown dtype 'int8'; use auto, bfloat16"):
+        load_model(folder, dtype="int8")
+
+
+def test_the_fingerprint_follows_the_content_alone(folder, tmp_path):
+    loaded = load_model(folder)
+    moved = shutil.copytree(folder, tmp_path / "elsewhere")
+    edit_config(moved, transformers_version="0")
+    assert load_model(moved).fingerprint == loaded.fingerprint
+    edit_config(moved, rms_norm_eps=0.1)
+    assert load_model(moved).fingerprint != loaded.fingerprint
+    shutil.copy(folder / "config.json", moved)
+    shard = sorted(moved.glob("*.safetensors"))[0]
+    tensors = load_file(shard)
+    next(iter(tensors.values())).view(-1)[0] += 1
+    save_file(tensors, shard, metadata={"format": "pt"})
+    assert folder_fingerprint(moved, weight_files(moved)) != loaded.fingerprint
+
+
+def test_a_blob_of_the_hub_cache_is_known_by_its_name(tmp_path):
+    blob = tmp_path / ("0" * 64)
+    blob.write_bytes(b"weights")
+    link = tmp_path / "model.safetensors"
+    link.symlink_to(blob)
+    assert file_sha256(link) == "0" * 64
+    assert file_sha256(blob) != "0" * 64
+
+
+def test_a_wrapped_model():
+    model = tiny_model("qwen3").train()
+    loaded = wrap_model(model, name="mine")
+    assert not model.training
+    assert loaded.layout.model_type == "qwen3"
+    assert loaded.path is None
+    assert loaded.fingerprint == wrap_model(tiny_model("qwen3")).fingerprint
+    assert loaded.fingerprint != wrap_model(tiny_model("qwen3", seed=1)).fingerprint
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def test_names_that_are_nothing(tmp_path):
+    with pytest.raises(ModelError, match=r"Did you mean tiny-llama"):
+        load_model("tiny-lama")
+    with pytest.raises(ModelError, match=r"There is no folder .*missing"):
+        load_model(tmp_path / "missing")
+    with pytest.raises(ModelError, match="There is no folder a b c"):
+        load_model("a b c")
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        load_model(tmp_path)
+    (tmp_path / "weights.bin").touch()
+    with pytest.raises(ModelError, match="is a file; pass the folder"):
+        load_model(tmp_path / "weights.bin")
+
+
+def test_a_folder_named_like_a_builtin_needs_a_path(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    folder.rename(folder.parent / "tiny-llama")
+    assert load_model("./tiny-llama").layout.model_type == "llama"
+    assert load_model("./tiny-llama").fingerprint != load_model("tiny-llama").fingerprint
+
+
+def test_the_hub_out_of_reach(monkeypatch, tmp_path):
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(*args, **kwargs):
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(
+        ModelError, match=r"someone/model is not on this machine and the Hub cannot be reached"
+    ):
+        load_model("someone/model")
+
+
+def test_a_hub_model_is_loaded_from_its_snapshot(monkeypatch, folder):
+    asked = []
+
+    def snapshot(hub_id, allow_patterns, ignore_patterns=None):
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert load_model("someone/model").name == "someone/model"
+    assert asked[0] == ["config.json"]
+
+
+def test_a_missing_shard_is_named(folder):
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ModelError, match=rf"lacks 1 of its \d+ shards: {shard.name}"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("keep", [4, 20, 0.5, -1])
+def test_a_truncated_shard_is_named(folder, keep):
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    content = shard.read_bytes()
+    shard.write_bytes(content[: int(keep * len(content)) if keep == 0.5 else keep])
+    with pytest.raises(ModelError, match=rf"{shard.name} is truncated"):
+        load_model(folder)
+
+
+def test_a_file_that_is_no_safetensors(folder):
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    shard.write_bytes((8).to_bytes(8, "little") + b"nonsense" + b"\0" * 50)
+    with pytest.raises(ModelError, match="header is not JSON"):
+        check_safetensors(shard)
+    shard.write_bytes((2).to_bytes(8, "little") + b"{}" + b"extra")
+    with pytest.raises(ModelError, match="is damaged: it has 15 bytes, its header promises 10"):
+        check_safetensors(shard)
+
+
+def test_no_weights(folder):
+    for shard in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
+        shard.unlink()
+    with pytest.raises(ModelError, match="holds no weights"):
+        load_model(folder)
+
+
+def test_tensors_that_are_not_in_the_checkpoint(folder):
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    name = "model.layers.1.mlp.up_proj.weight"
+    shard = folder / index["weight_map"].pop(name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    tensors = load_file(shard)
+    tensors.pop(name)
+    save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"lacks 1 tensors of the model, first {name}"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"is_encoder_decoder": True}, "not a decoder-only language model"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "not a decoder-only language model"),
+        (
+            {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
+            "'mamba' is not supported yet; supported",
+        ),
+        ({"model_type": "own", "auto_map": {}, "architectures": None}, "needs the Python code it ships"),
+        ({"model_type": None}, "names no model_type"),
+    ],
+)
+def test_unsupported_configs(folder, changes, message):
+    edit_config(folder, **changes)
+    with pytest.raises(ModelError, match=message):
+        load_model(folder)
+
+
+def test_a_broken_config_and_a_missing_tokenizer(folder):
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelError, match="has no tokenizer that can be read"):
+        load_model(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
+        load_model(folder)
+
+
+def test_devices():
+    assert pick_device("cpu").type == "cpu"
+    assert pick_device(None).type == ("cuda" if torch.cuda.is_available() else pick_device(None).type)
+    with pytest.raises(ModelError, match="Unknown device 'gpu'"):
+        pick_device("gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ModelError, match="no cuda device"):
+            pick_device("cuda")
