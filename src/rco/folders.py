@@ -1,0 +1,217 @@
+"""What every folder that the package writes has in common: whole files, one writer, and honest comparisons."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = [
+    "FolderLock",
+    "LockedError",
+    "WriteError",
+    "as_json",
+    "atomic_path",
+    "differences",
+    "make_folder",
+    "read_json",
+    "sha256_of",
+    "write_json_atomic",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class WriteError(OSError):
+    """A file could not be written; nothing half-written is left, and the message says what to do."""
+
+    def __str__(self) -> str:
+        return str(self.strerror or self.args[0])
+
+
+class LockedError(RuntimeError):
+    """Another writer is at work in the folder."""
+
+
+def write_error(path: Path, error: OSError) -> WriteError:
+    """The same failure, naming the file and the way out."""
+    reason = error.strerror or str(error)
+    remedy = {
+        errno.ENOSPC: "free some space there, or choose a folder on another disk",
+        errno.EDQUOT: "free some of your quota, or choose a folder on another disk",
+        errno.EFBIG: "raise the limit on file sizes (ulimit -f), or choose another folder",
+        errno.EROFS: "choose a folder that is not on a read-only disk",
+        errno.EACCES: "choose a folder that you may write to",
+        errno.EPERM: "choose a folder that you may write to",
+        errno.ENOTDIR: "choose a path whose parents are folders",
+        errno.EEXIST: "choose a path that is not a file",
+    }.get(error.errno or 0, "check the disk and the folder's permissions, or choose another folder")
+    return WriteError(error.errno, f"Could not write {path}: {reason}. To go on, {remedy}.")
+
+
+def make_folder(folder: Path) -> Path:
+    """Create a folder and its parents; a failure is a :class:`WriteError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(folder, error) from error
+    return folder
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary name beside ``path`` to write to; it takes the final name only once it is complete.
+
+    The temporary name is fixed, so that what a killed process leaves behind is overwritten, not piled up.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except WriteError:
+        raise
+    except OSError as error:
+        raise write_error(path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """Write one JSON document, whole or not at all."""
+    text = json.dumps(value, indent=2, default=_encode) + "\n"
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON document; one that cannot be parsed is named."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path} is not valid JSON ({error}). It was edited or damaged: restore it, or start in another folder."
+        ) from error
+
+
+def as_json(value: Any) -> Any:
+    """The value as it will be read back: tuples are lists, paths are strings, keys are strings."""
+    return json.loads(json.dumps(value, default=_encode))
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file's content."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
+    """Where two JSON values differ, outermost first: ``settings.bits: was [2, 3], now [2, 4]``."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in [*before, *(key for key in now if key not in before)]:
+            inner = f"{path}.{key}" if path else str(key)
+            if key not in now:
+                yield f"{inner}: was {_short(before[key])}, now absent"
+            elif key not in before:
+                yield f"{inner}: was absent, now {_short(now[key])}"
+            else:
+                yield from differences(before[key], now[key], inner)
+    elif before != now:
+        yield f"{path or 'value'}: was {_short(before)}, now {_short(now)}"
+
+
+class FolderLock:
+    """At most one writer per folder.
+
+    The operating system drops the lock when its process ends, however it ends, so that a lock never outlives a
+    crash. The file holds the writer's process id for the message that others get, and stays when unlocked.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / ".lock"
+        self._file: Any = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._file is not None
+
+    def acquire(self) -> None:
+        """Take the lock, or raise :class:`LockedError` naming who holds it."""
+        if self.held:
+            return
+        if fcntl is None:
+            logger.warning(
+                "No file locks on this system: make sure that only one process writes to %s.",
+                self.path.parent,
+            )
+            return
+        try:
+            file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as the lock is held)
+        except OSError as error:
+            raise write_error(self.path, error) from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            file.close()
+            raise LockedError(
+                f"{self.path.parent} is in use by process {holder}. Wait until it ends, or choose another folder."
+            ) from error
+        except OSError as error:  # some network disks know no locks
+            logger.warning(
+                "%s cannot be locked (%s): make sure that only one process writes there.", self.path, error
+            )
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        self._file = file
+
+    def release(self) -> None:
+        """Give the lock back; harmless if it is not held."""
+        if self._file is not None:
+            self._file.truncate(0)
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # closing would not do if a forked child has the file too
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> FolderLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Path | Fraction):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if hasattr(value, "tolist"):  # numpy and torch numbers and arrays
+        return value.tolist()
+    raise TypeError(f"Cannot write a {type(value).__name__} to JSON: {value!r}.")
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

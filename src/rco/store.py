@@ -1,0 +1,390 @@
+"""CandidateStore: the packed options of every linear, one file per block, with a manifest that vouches for them.
+
+A store is made for one identity (model, data, settings) and never mixes two. Blocks are written one by one and
+count only once the manifest names them, so that an interrupted store continues at the block where it stopped. One
+store serves every budget.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rco.compressors.packing import PackedWeight
+from rco.folders import (
+    FolderLock,
+    WriteError,
+    as_json,
+    atomic_path,
+    differences,
+    make_folder,
+    read_json,
+    sha256_of,
+    write_error,
+    write_json_atomic,
+)
+
+__all__ = ["CandidateStore", "StoreCorruptError", "StoreError", "StoreMismatchError"]
+
+FORMAT, VERSION = "rco-candidates", 1
+_MANIFEST = "manifest.json"
+logger = logging.getLogger(__name__)
+
+Statistics = Mapping[str, Mapping[str, Mapping[str, float]]]
+
+
+class StoreError(ValueError):
+    """The folder is not a usable candidate store; the message says what to do."""
+
+
+class StoreMismatchError(StoreError):
+    """The store was made from another model, other data or other settings."""
+
+
+class StoreCorruptError(StoreError):
+    """A file of the store is missing, truncated or altered."""
+
+
+class CandidateStore:
+    """Packed candidates on disk. Make it with :meth:`create_or_resume` or :meth:`open`, not directly.
+
+    Attributes:
+        folder: Where the files are.
+        manifest: The content of ``manifest.json``.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._lock = FolderLock(folder)
+        self._files: dict[int, Any] = {}
+        self._linears = self._index()
+
+    @classmethod
+    def create_or_resume(
+        cls, folder: Path | str, identity: Mapping[str, Any], blocks: int, *, overwrite: bool = False
+    ) -> CandidateStore:
+        """A store for this identity: new, half done or complete.
+
+        While blocks are missing the store is locked against other writers, until the last is written or
+        :meth:`close` is called.
+
+        Args:
+            folder: Where the store is or shall be.
+            identity: JSON-ready; everything the candidates depend on: model and data fingerprints, settings.
+            blocks: Number of files a complete store has.
+            overwrite: Replace a store of another identity instead of refusing.
+
+        Raises:
+            StoreMismatchError: The folder holds candidates of another identity.
+            StoreCorruptError: A file that the manifest names is not as it was written.
+        """
+        if blocks < 1:
+            raise ValueError(f"A store has at least one block, got {blocks}.")
+        folder = make_folder(Path(folder))
+        lock = FolderLock(folder)
+        lock.acquire()
+        try:
+            wanted = {
+                "format": FORMAT, "version": VERSION, "identity": as_json(identity), "blocks_total": blocks,
+            }  # fmt: skip
+            if not (folder / _MANIFEST).exists():
+                manifest = {**wanted, "blocks": {}}
+                write_json_atomic(folder / _MANIFEST, manifest)
+            else:
+                manifest = _read_manifest(folder)
+                found = list(differences({key: manifest.get(key) for key in wanted}, wanted))
+                if found and not overwrite:
+                    raise _mismatch(folder, found)
+                if found:
+                    manifest = {**wanted, "blocks": {}}
+                    # The manifest first: a file that it does not name is no part of the store.
+                    write_json_atomic(folder / _MANIFEST, manifest)
+                    for path in folder.glob("block_*.safetensors"):
+                        path.unlink()
+            store = cls(folder, manifest)
+            store._lock = lock
+            store._check_sizes()
+        except BaseException:
+            lock.release()
+            raise
+        if store.complete:
+            lock.release()
+        return store
+
+    @classmethod
+    def open(cls, folder: Path | str, identity: Mapping[str, Any] | None = None) -> CandidateStore:
+        """A complete store, for reading; with ``identity``, only if it was made for that.
+
+        Raises:
+            StoreError: There is no store, or it is not complete.
+        """
+        folder = Path(folder)
+        if not (folder / _MANIFEST).is_file():
+            raise StoreError(f"{folder} holds no candidates: there is no {_MANIFEST} in it.")
+        store = cls(folder, _read_manifest(folder))
+        if identity is not None:
+            found = list(differences(store.manifest["identity"], as_json(identity), "identity"))
+            if found:
+                raise _mismatch(folder, found)
+        store._check_sizes()
+        if not store.complete:
+            raise StoreError(
+                f"{folder} lacks {len(store.missing_blocks)} of {store.manifest['blocks_total']} blocks "
+                f"(the first is {store.missing_blocks[0]}). Run the command that made it with --resume."
+            )
+        return store
+
+    def close(self) -> None:
+        """Let others write, and close the files; tensors that were loaded stay valid."""
+        self._lock.release()
+        self._files.clear()
+
+    def __enter__(self) -> CandidateStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- what there is ---
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the candidates were made from."""
+        identity: dict[str, Any] = self.manifest["identity"]
+        return identity
+
+    @property
+    def missing_blocks(self) -> list[int]:
+        """Blocks still to be written, in order."""
+        return [
+            index
+            for index in range(self.manifest["blocks_total"])
+            if str(index) not in self.manifest["blocks"]
+        ]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block is there."""
+        return not self.missing_blocks
+
+    @property
+    def linears(self) -> dict[str, list[str]]:
+        """Linear -> its options' labels, in the order they were written, block by block."""
+        return {name: list(options) for name, (_, options) in self._linears.items()}
+
+    def statistics(self, linear: str, option: str) -> dict[str, Any]:
+        """Packed bytes, bits, shape, group size and the errors that were recorded for one option."""
+        return dict(self._entry(linear, option)[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all block files."""
+        return sum(entry["bytes"] for entry in self.manifest["blocks"].values())
+
+    # --- writing ---
+
+    def write_block(
+        self,
+        index: int,
+        candidates: Mapping[str, Mapping[str, PackedWeight]],
+        statistics: Statistics | None = None,
+    ) -> None:
+        """Write one block's candidates and enter them in the manifest.
+
+        Args:
+            index: Which block, 0 to the total less one.
+            candidates: Linear -> option label -> packed weight.
+            statistics: Linear -> option label -> numbers to keep, such as ``hessian_error`` and ``relative_error``.
+
+        Raises:
+            WriteError: The disk is full or the folder cannot be written to; the store is as it was before.
+        """
+        if not 0 <= index < self.manifest["blocks_total"]:
+            raise ValueError(f"Block {index} is outside 0..{self.manifest['blocks_total'] - 1}.")
+        tensors: dict[str, Tensor] = {}
+        linears: dict[str, dict[str, Any]] = {}
+        for linear, options in candidates.items():
+            linears[linear] = {}
+            for option, weight in options.items():
+                if "|" in linear + option:
+                    raise ValueError(
+                        f"Names must not contain '|', got linear {linear!r} and option {option!r}."
+                    )
+                parts = {"packed": weight.packed, "scales": weight.scales, "zeros": weight.zeros}
+                for part, tensor in parts.items():
+                    if tensor is not None:
+                        tensors[f"{linear}|{option}|{part}"] = tensor.detach().cpu().contiguous()
+                recorded = (statistics or {}).get(linear, {}).get(option, {})
+                linears[linear][option] = {
+                    "bits": weight.bits,
+                    "shape": list(weight.shape),
+                    "group_size": weight.group_size,
+                    "packed_bytes": weight.nbytes,
+                    **as_json(dict(recorded)),
+                }
+        self._lock.acquire()
+        try:
+            self._enter(index, tensors, linears)
+        finally:
+            if self.complete:
+                self._lock.release()
+
+    def _enter(self, index: int, tensors: dict[str, Tensor], linears: dict[str, dict[str, Any]]) -> None:
+        path = self.folder / f"block_{index:04d}.safetensors"
+        self._write_file(path, index, tensors)
+        entry = {
+            "file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path), "linears": linears,
+        }  # fmt: skip
+        blocks = {**self.manifest["blocks"], str(index): entry}
+        manifest = {**self.manifest, "blocks": dict(sorted(blocks.items(), key=lambda item: int(item[0])))}
+        write_json_atomic(self.folder / _MANIFEST, manifest)
+        self.manifest = manifest
+        self._linears = self._index()
+        self._files.pop(index, None)
+
+    def _write_file(self, path: Path, index: int, tensors: dict[str, Tensor]) -> None:
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+        with atomic_path(path) as temporary:
+            free = shutil.disk_usage(self.folder).free
+            if needed > free:  # said before minutes are spent on finding out
+                reason = f"{os.strerror(errno.ENOSPC)} ({needed:,} bytes are needed, {free:,} are free)"
+                raise write_error(path, OSError(errno.ENOSPC, reason))
+            try:
+                save_file(
+                    tensors, temporary, metadata={"identity": self._identity_hash(), "block": str(index)}
+                )
+            except SafetensorError as error:
+                # The library reports failures of the disk in words; the number is among them.
+                number = re.search(r"os error (\d+)", str(error))
+                if number is None:
+                    raise WriteError(f"Could not write {path}: {error}.") from error
+                code = int(number[1])
+                raise write_error(path, OSError(code, os.strerror(code))) from error
+
+    # --- reading ---
+
+    def load(self, linear: str, option: str) -> PackedWeight:
+        """One candidate, mapped from the file: it takes memory only as it is read."""
+        index, entry = self._entry(linear, option)
+        file = self._file(index)
+        prefix = f"{linear}|{option}|"
+        try:
+            parts = {part: file.get_tensor(prefix + part) for part in ("packed", "scales")}
+            zeros = file.get_tensor(prefix + "zeros") if prefix + "zeros" in file.keys() else None  # noqa: SIM118
+            return PackedWeight(
+                parts["packed"],
+                parts["scales"],
+                zeros,
+                entry["bits"],
+                tuple(entry["shape"]),
+                entry["group_size"],
+            )
+        except (SafetensorError, ValueError) as error:
+            raise self._corrupt(index, f"{linear} at {option}: {error}") from error
+
+    def load_all(self, device: torch.device | str = "cpu") -> dict[str, dict[str, PackedWeight]]:
+        """Every candidate on a device: linear -> option label -> packed weight."""
+        return {
+            linear: {option: self.load(linear, option).to(device) for option in options}
+            for linear, options in self.linears.items()
+        }
+
+    def verify(self) -> None:
+        """Read every file and compare it with its hash.
+
+        Raises:
+            StoreCorruptError: Naming the first file that is not as it was written.
+        """
+        self._check_sizes()
+        for index, entry in self.manifest["blocks"].items():
+            if sha256_of(self.folder / entry["file"]) != entry["sha256"]:
+                raise self._corrupt(int(index), "its content is not what was written (SHA-256 differs)")
+
+    # --- internals ---
+
+    def _index(self) -> dict[str, tuple[int, dict[str, Any]]]:
+        return {
+            linear: (int(index), options)
+            for index, entry in self.manifest["blocks"].items()
+            for linear, options in entry["linears"].items()
+        }
+
+    def _entry(self, linear: str, option: str) -> tuple[int, dict[str, Any]]:
+        linears = self._linears
+        if linear not in linears:
+            known = ", ".join(list(linears)[:3])
+            raise KeyError(f"The store has no linear {linear!r}; it has {len(linears)}, such as {known}.")
+        index, options = linears[linear]
+        if option not in options:
+            raise KeyError(f"{linear} has no option {option!r} in the store; it has {', '.join(options)}.")
+        return index, options[option]
+
+    def _file(self, index: int) -> Any:
+        if index not in self._files:
+            path = self.folder / self.manifest["blocks"][str(index)]["file"]
+            try:
+                file: Any = safe_open(path, framework="pt")
+                metadata = file.metadata() or {}
+            except (SafetensorError, OSError) as error:
+                raise self._corrupt(index, str(error)) from error
+            if metadata.get("identity") != self._identity_hash() or metadata.get("block") != str(index):
+                raise self._corrupt(index, "it belongs to another store or another block")
+            self._files[index] = file
+        return self._files[index]
+
+    def _identity_hash(self) -> str:
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
+
+    def _check_sizes(self) -> None:
+        for index, entry in self.manifest["blocks"].items():
+            size = (self.folder / entry["file"]).stat().st_size
+            if size != entry["bytes"]:
+                raise self._corrupt(int(index), f"it has {size:,} bytes instead of {entry['bytes']:,}")
+
+    def _corrupt(self, index: int, reason: str) -> StoreCorruptError:
+        path = self.folder / self.manifest["blocks"][str(index)]["file"]
+        return StoreCorruptError(
+            f"{path} is damaged: {reason}. Restore it from a copy, or delete this one file and run the command "
+            "that made it with --resume: only the missing block is made again."
+        )
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / _MANIFEST
+    manifest = read_json(path)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise StoreError(f"{path} is not the manifest of a candidate store. Choose another folder.")
+    if manifest.get("version") != VERSION:
+        raise StoreError(
+            f"{path} has version {manifest.get('version')}, this release reads version {VERSION}. "
+            "Make the candidates again in another folder, or use the release that wrote them."
+        )
+    gone = [index for index, entry in manifest["blocks"].items() if not (folder / entry["file"]).is_file()]
+    for index in gone:
+        logger.warning(
+            "%s is missing; its block has to be made again.", folder / manifest["blocks"][index]["file"]
+        )
+        del manifest["blocks"][index]
+    return manifest
+
+
+def _mismatch(folder: Path, found: list[str]) -> StoreMismatchError:
+    shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+    return StoreMismatchError(
+        f"{folder} holds candidates that were made differently ({shown}). "
+        "Choose another folder, or replace them with --overwrite."
+    )
