@@ -9,5 +9,8 @@ __all__ = ["setting"]
 
 
 def setting(default: Any = dataclasses.MISSING, *, help: str, panel: str | None = None) -> Any:
-    """A config field with the text that ``--help`` shows."""
-    return dataclasses.field(default=default, metadata={"help": help, "panel": panel})
+    """A config field with the text that ``--help`` shows; a list as default is copied for each config."""
+    metadata = {"help": help, "panel": panel}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)

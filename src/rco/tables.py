@@ -15,8 +15,11 @@ METHODS: dict[str, str] = {
     "augmented-lagrangian": "rco.baselines.lagrangian:AugmentedLagrangian",
     "penalty": "rco.baselines.lagrangian:Penalty",
 }
-BACKENDS: dict[str, str] = {}
-FORMATS: dict[str, str] = {}
+BACKENDS: dict[str, str] = {"quantization": "rco.backends.quantization:QuantizationBackend"}
+FORMATS: dict[str, str] = {
+    "compressed-tensors": "rco.export.compressed_tensors:CompressedTensorsExporter",
+    "dense": "rco.export.dense:DenseExporter",
+}
 
 
 def unknown_name(kind: str, name: str, known: Mapping[str, Any] | list[str]) -> ValueError:

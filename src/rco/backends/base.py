@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,26 +10,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from rco.backends.accounting import parse_size
 from rco.core.exact import exact_number
 from rco.core.problem import Allocation, AllocationProblem
 from rco.core.protocols import Objective
 from rco.data.calibration import CalibrationSet
 
-__all__ = ["Backend", "Budget", "parse_size"]
-
-_UNITS = {
-    "": 1, "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "3.1GB" (powers of ten), "2.9GiB" (powers of two) or a plain number; fractions round down."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", text)
-    if not match or match[2].upper() not in _UNITS:
-        raise ValueError(f"A size is a number with B, KB, MB, GB or KiB, MiB, GiB, got {text!r}; e.g. 3.1GB.")
-    return int(Fraction(match[1]) * _UNITS[match[2].upper()])
+__all__ = ["Backend", "Budget"]
 
 
 @dataclass(frozen=True)

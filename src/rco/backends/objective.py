@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -13,14 +13,9 @@ from rco.data.calibration import CalibrationSet
 from rco.losses import Head, chunked_cross_entropy, chunked_kl
 from rco.models.loading import LoadedModel
 
-__all__ = ["LanguageModelObjective", "LossKind", "Reference", "prediction_mask"]
+__all__ = ["LanguageModelObjective", "LossKind", "Reference"]
 
 LossKind = Literal["kl", "cross-entropy"]
-
-
-def prediction_mask(mask: Tensor) -> Tensor:
-    """(B, L - 1): which predictions count. Position t predicts token t + 1, which must be a counted one."""
-    return mask[:, 1:]
 
 
 @dataclass(frozen=True)
@@ -31,9 +26,7 @@ class Reference:
 
     @classmethod
     @torch.no_grad()
-    def compute(
-        cls, loaded: LoadedModel, calibration: CalibrationSet, batch_size: int
-    ) -> Reference:
+    def compute(cls, loaded: LoadedModel, calibration: CalibrationSet, batch_size: int) -> Reference:
         """Run the full model once over the sequences."""
         parts = []
         for start in range(0, len(calibration.tokens), batch_size):
@@ -49,6 +42,7 @@ class LanguageModelObjective:
         loaded: The model, already switchable.
         calibration: Sequences for the gradients.
         reference: The full model's hidden states on them; None for cross-entropy.
+        reference_head: The full model's output layer.
         set_gates: Applies gates (N, K) to the model.
         student_head: The output layer under the present gates.
         batch_size: Sequences per batch.
@@ -61,6 +55,7 @@ class LanguageModelObjective:
         loaded: LoadedModel,
         calibration: CalibrationSet,
         reference: Reference | None,
+        reference_head: Head,
         set_gates: Callable[[Tensor], None],
         student_head: Callable[[], Head],
         *,
@@ -75,7 +70,7 @@ class LanguageModelObjective:
         self._student_head = student_head
         self._batch_size = batch_size
         self._top_k = top_k
-        self._reference_head = _detached(loaded.layout.head(loaded.model))
+        self._reference_head = reference_head
         self.num_batches = -(-len(calibration.tokens) // batch_size)
         self.selection = selection if selection is not None else self
         self.tokens_per_batch = batch_size * calibration.tokens.shape[1]
@@ -86,7 +81,7 @@ class LanguageModelObjective:
             raise IndexError(f"There are {self.num_batches} batches, got number {batch}.")
         rows = slice(batch * self._batch_size, (batch + 1) * self._batch_size)
         tokens = self._calibration.tokens[rows].to(self._loaded.device)
-        mask = prediction_mask(self._calibration.mask[rows]).to(self._loaded.device)
+        mask = self._calibration.mask[rows, :-1].to(self._loaded.device)
         self._set_gates(gates)
         hidden = self._loaded.layout.final_hidden(self._loaded.model, tokens)[:, :-1]
         head = self._student_head()
@@ -94,11 +89,3 @@ class LanguageModelObjective:
             return chunked_cross_entropy(hidden, head, tokens[:, 1:], mask)
         reference = self._reference.hidden[rows, :-1].to(self._loaded.device)
         return chunked_kl(hidden, head, reference, self._reference_head, mask, top_k=self._top_k)
-
-
-def _detached(head: Head) -> Head:
-    return replace(
-        head, weight=head.weight.detach(), bias=None if head.bias is None else head.bias.detach()
-    )
-
-

@@ -200,9 +200,7 @@ def _compile(pattern: str, flag: str, linears: Sequence[LinearInfo]) -> re.Patte
     except re.error as error:
         raise ValueError(f"{flag} {pattern!r} is not a regular expression: {error}.") from None
     if not any(compiled.search(info.name) for info in linears):
-        raise ValueError(
-            f"{flag} {pattern!r} matches no linear; names look like {linears[0].name!r}."
-        )
+        raise ValueError(f"{flag} {pattern!r} matches no linear; names look like {linears[0].name!r}.")
     return compiled
 
 

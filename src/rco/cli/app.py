@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rco.cli import bench, ls, solve
+from rco.cli import bench, ls, quantize, solve
 
 __all__ = ["app"]
 
@@ -15,7 +15,6 @@ app = typer.Typer(
     help="Choose one option per group under an exact budget, and compress language models with it.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -35,9 +34,10 @@ def options(
         bool, typer.Option("--version", help="Print the version and stop.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options that come before the verb."""
+    """Choose one option per group under an exact budget, and compress language models with it."""
 
 
+app.command()(quantize.quantize)
 app.command()(solve.solve)
 app.command()(ls.ls)
 app.add_typer(bench.app, name="bench")

@@ -1,8 +1,7 @@
 """Flags from a config dataclass: a default and its help text are written once, where the code uses them.
 
-A field becomes an option named after it (``group_size`` -> ``--group-size``); booleans become on/off pairs. Its
-help comes from ``metadata["help"]``; ``metadata["argument"]`` makes it a positional argument and
-``metadata["panel"]`` puts it under a heading of ``--help``.
+A field becomes an option named after it (``group_size`` -> ``--group-size``); booleans become on/off pairs; a field
+without a default becomes a positional argument.
 """
 
 from __future__ import annotations
@@ -14,39 +13,50 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-__all__ = ["command_from_config"]
+__all__ = ["Switches", "command_from_config"]
 
 
-def command_from_config(config: type, run: Callable[[Any], None]) -> Callable[..., None]:
-    """A typer command whose options are the fields of ``config``; it calls ``run(config(...))``."""
-    hints = get_type_hints(config)
-    parameters = []
-    for field in dataclasses.fields(config):
-        metadata = field.metadata
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required:
-            annotation = Annotated[hints[field.name], typer.Argument(help=metadata["help"])]
-            default = inspect.Parameter.empty
-        else:
-            flag = "--" + field.name.replace("_", "-")
-            if hints[field.name] is bool:
-                flag = f"{flag}/--no-{field.name.replace('_', '-')}"
-            annotation = Annotated[
-                hints[field.name],
-                typer.Option(flag, help=metadata["help"], rich_help_panel=metadata.get("panel")),
-            ]
-            default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-        parameters.append(
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-            )
-        )
+@dataclasses.dataclass(frozen=True)
+class Switches:
+    """How a command shows what it does; the same for every verb."""
+
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, estimate, print and stop.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False
+
+
+def command_from_config(config: type, run: Callable[[Any, Switches], None]) -> Callable[..., None]:
+    """A typer command whose options are the fields of ``config``; it calls ``run(config(...), switches)``."""
+    switches = inspect.signature(Switches).parameters
+    hints = get_type_hints(Switches, include_extras=True)
+    parameters = [
+        _parameter(field, get_type_hints(config)[field.name]) for field in dataclasses.fields(config)
+    ]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=p.default, annotation=hints[name])
+        for name, p in switches.items()
+    ]
 
     def command(**values: Any) -> None:
-        run(config(**values))
+        shown = Switches(**{name: values.pop(name) for name in switches})
+        run(config(**values), shown)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = run.__doc__
     command.__name__ = run.__name__
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
+
+
+def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+    text, panel = field.metadata["help"], field.metadata.get("panel")
+    if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        annotation = Annotated[hint, typer.Argument(help=text)]
+        return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
+    name = field.name.replace("_", "-")
+    flag = f"--{name}/--no-{name}" if hint in (bool, bool | None) else f"--{name}"
+    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+    annotation = Annotated[hint, typer.Option(flag, help=text, rich_help_panel=panel)]
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )

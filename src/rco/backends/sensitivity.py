@@ -1,0 +1,128 @@
+"""What each option would cost in KL, to second order, from gradients of the full model alone.
+
+At the full model the KL has no first-order term. Its second-order term is the Fisher form: for a weight change D,
+KL per token is about E[<g, D>^2] / 2, where g is the gradient of log p(y | x) and y is drawn from the model itself.
+A switchable layer gives <G, W_k> for all options from one backward pass, so one pass per sequence yields an unbiased
+estimate for every group and option at once. It serves as a prior, and with an exact knapsack as a baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rco.backends.quantization import QuantizationBackend
+from rco.core.problem import AllocationProblem
+from rco.data.calibration import CalibrationSet
+from rco.losses import Head, chunk_length, chunked_cross_entropy
+from rco.models.gating import make_switchable, switchable_model
+from rco.models.precision import computing_in
+
+__all__ = ["fisher_differences", "logits_from_losses", "predicted_losses"]
+
+
+def fisher_differences(
+    backend: QuantizationBackend,
+    calibration: CalibrationSet,
+    *,
+    seed: int = 0,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """(S, N, K): <G, W_k - W> of every sequence, G the gradient of its sampled log-likelihood, per root token."""
+    loaded = backend.loaded
+    packed = backend.packed()
+    modules = {}
+    for info in backend.plan.linears:
+        options = [packed[info.name].get(str(width)) for width in backend.plan.widths]
+        modules[info.name] = make_switchable(info.module, [*options, None])  # the original comes last
+    rows = backend.rows
+    count, original = len(backend.plan.groups), len(backend.plan.widths)
+    differences = torch.empty(len(calibration), count, original, dtype=torch.float64)
+    generator = torch.Generator(device=loaded.device).manual_seed(seed)
+    with ExitStack() as stack:
+        stack.enter_context(computing_in(loaded.model, backend.compute_dtype))
+        gated = stack.enter_context(switchable_model(loaded.model, modules))
+        full = backend.full_head()
+        for index in range(len(calibration)):
+            tokens = calibration.tokens[index : index + 1].to(loaded.device)
+            mask = calibration.mask[index : index + 1, :-1].to(loaded.device)
+            gates = torch.zeros(count, original + 1, dtype=torch.float64)
+            gates[:, original] = 1.0
+            gates.requires_grad_()
+            gated.set_gates(gates, rows)
+            hidden = loaded.layout.final_hidden(loaded.model, tokens)[:, :-1]
+            targets = _sample(hidden.detach()[0], full, generator)[None]
+            head = backend.head_of(gated, full)
+            loss = chunked_cross_entropy(hidden, head, targets, mask, reduction="sum")
+            (gradient,) = torch.autograd.grad(loss, gates)
+            tokens_counted = max(int(mask.sum()), 1)
+            differences[index] = (gradient[:, :original] - gradient[:, original:]) / tokens_counted**0.5
+            if on_progress is not None:
+                on_progress(index + 1, len(calibration))
+    return differences
+
+
+def predicted_losses(differences: Tensor) -> Tensor:
+    """(N, K) second-order KL of changing one group alone."""
+    return 0.5 * differences.square().mean(dim=0)
+
+
+def logits_from_losses(losses: Tensor, problem: AllocationProblem, strength: float = 1.0) -> Tensor:
+    """(N, K) logits whose knapsack is that of the losses, with the budget's price already in them.
+
+    The losses plus the price of the cost at the budget's multiplier are regrets in one currency; they are divided
+    by the median regret of the second-best option, so that ``strength`` 1 leaves half of the groups undecided.
+    """
+    price = _multiplier(losses.numpy(), problem)
+    total = losses + torch.from_numpy(price * problem.float_costs[0])
+    allowed = torch.tensor(problem.allowed)
+    total = torch.where(allowed, total, torch.inf)
+    regret = total - total.min(dim=1, keepdim=True).values
+    second = regret.sort(dim=1).values[:, 1]
+    scale = second[torch.isfinite(second) & (second > 0)]
+    unit = float(scale.median()) if scale.numel() else 1.0
+    # Beyond this many units an option is as good as ruled out; a bound keeps the logits finite and movable.
+    return torch.where(allowed, -strength * (regret / unit).clamp(max=20.0), 0.0)
+
+
+def _multiplier(losses: np.ndarray, problem: AllocationProblem) -> float:
+    """The price of a unit of cost at which the separate choices just fit the budget, by bisection."""
+    costs = problem.float_costs[0]
+    budget = float(problem.float_budgets.sum())
+    open_losses = np.where(problem.allowed, losses, np.inf)
+
+    def spent(price: float) -> float:
+        choices = (open_losses + price * costs).argmin(axis=1)
+        return float(costs[np.arange(len(costs)), choices].sum())
+
+    if spent(0.0) <= budget:
+        return 0.0
+    low, high = 0.0, 1e-30
+    while spent(high) > budget:
+        low, high = high, high * 10.0
+        if high > 1e30:
+            return high
+    for _ in range(100):
+        middle = (low * high) ** 0.5 if low > 0 else high / 2
+        low, high = (middle, high) if spent(middle) > budget else (low, middle)
+    return high
+
+
+@torch.no_grad()
+def _sample(hidden: Tensor, head: Head, generator: torch.Generator) -> Tensor:
+    """(T,) one token per position, drawn from the model's own distribution, in chunks of tokens."""
+    step = chunk_length(head.weight.shape[0])
+    drawn = []
+    for part in hidden.split(step):
+        logits = part.to(head.weight.dtype) @ head.weight.T * head.scale
+        if head.bias is not None:
+            logits = logits + head.bias
+        if head.softcap is not None:
+            logits = head.softcap * torch.tanh(logits / head.softcap)
+        p = torch.softmax(logits.float(), dim=-1)
+        drawn.append(torch.multinomial(p, 1, generator=generator)[:, 0])
+    return torch.cat(drawn)

@@ -1,0 +1,1 @@
+"""Whole jobs in one call each: what the command line runs, and nothing else."""

@@ -1,0 +1,101 @@
+"""The settings of whole jobs. Each default is written here and nowhere else; flags are made from the fields.
+
+Nothing heavy is imported here, so that ``rco --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rco.settings import setting
+
+__all__ = ["QuantizeConfig"]
+
+Prior = Literal["fisher", "output-error", "uniform"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConfig:
+    """Everything that decides a quantization run; the flags of ``rco quantize``."""
+
+    model: str = setting(help="Built-in name, local folder or Hub id.")
+
+    bits: str | None = setting(None, help="Average width of the quantized weights, e.g. 2.5.", panel="Budget")
+    bpw: str | None = setting(None, help="The same with scales and zero points counted.", panel="Budget")
+    size: str | None = setting(
+        None, help="Bytes of the whole checkpoint on disk, e.g. 3.1GB.", panel="Budget"
+    )
+
+    out: Path | None = setting(None, help="Folder of the run; default runs/MODEL-BUDGET.", panel="Output")
+    format: Literal["compressed-tensors", "dense", "none"] = setting(
+        "compressed-tensors", help="Format of the checkpoint.", panel="Output"
+    )
+    serve: str = setting(
+        "any", help="Engine the checkpoint is for: any, transformers, vllm, vllm-marlin.", panel="Output"
+    )
+    store: Path | None = setting(
+        None, help="Folder of the candidates; runs may share one. Default: inside the run.", panel="Output"
+    )
+    overwrite_store: bool = setting(
+        False, help="Replace candidates that were made with other settings.", panel="Output"
+    )
+
+    widths: str = setting(
+        "2,3,4,5,6,7,8", help="Bits on offer; 16 leaves a linear alone.", panel="Candidates"
+    )
+    group_size: int = setting(64, help="Columns that share a scale; 0 for one per row.", panel="Candidates")
+    symmetric: bool | None = setting(
+        None, help="Grid without zero points; default: what --serve needs.", panel="Candidates"
+    )
+    method: Literal["gptq", "rtn"] = setting("gptq", help="How linears are rounded.", panel="Candidates")
+    clip: Literal["search", "minmax"] = setting(
+        "search", help="Range of the grid: searched, or from smallest to largest.", panel="Candidates"
+    )
+    damp: float = setting(0.01, help="Share of the mean diagonal added to the Hessian.", panel="Candidates")
+    act_order: bool = setting(False, help="Quantize columns by activation size.", panel="Candidates")
+    lock: list[str] = setting([], help="REGEX=WIDTH, repeatable.", panel="Candidates")
+    skip: list[str] = setting(
+        [], help="REGEX of linears to leave alone and outside the budget.", panel="Candidates"
+    )
+    tie: list[str] = setting(
+        [], help="Kinds that share a width in a block, e.g. q_proj,k_proj.", panel="Candidates"
+    )
+
+    data: str = setting("builtin", help="Calibration text: files, names, mixtures a+b.", panel="Data")
+    eval_data: str | None = setting(
+        None, help="Evaluation text; default: held-back part of --data.", panel="Data"
+    )
+    sequences: int = setting(96, help="Sequences for candidates and gradients.", panel="Data")
+    selection: int = setting(24, help="Sequences that choose among candidates.", panel="Data")
+    evaluation: int = setting(48, help="Sequences that judge the result.", panel="Data")
+    length: int = setting(512, help="Tokens per sequence.", panel="Data")
+
+    searcher: str = setting("rco", help="Method; see `rco ls methods`.", panel="Search")
+    steps: int = setting(60, help="Optimizer steps.", panel="Search")
+    samples: int = setting(4, help="Gumbel samples per step.", panel="Search")
+    lr: float = setting(0.1, help="Learning rate.", panel="Search")
+    tau: tuple[float, float] = setting((1.0, 0.05), help="First and last temperature.", panel="Search")
+    refine: int = setting(40, help="Evaluations that exchange moves may spend.", panel="Search")
+    prior: Prior = setting("fisher", help="Initial logits.", panel="Search")
+    prior_strength: float = setting(2.0, help="Scale of the initial logits.", panel="Search")
+    loss: Literal["kl", "cross-entropy"] = setting("kl", help="What is minimised.", panel="Search")
+    top_k: int = setting(0, help="KL over the k likeliest tokens; 0: all.", panel="Search")
+    seed: int = setting(0, help="Of data, noise and everything else.", panel="Search")
+
+    device: str | None = setting("cpu", help="cpu, cuda or mps.", panel="Machine")
+    dtype: str = setting("auto", help="Type of the checkpoint: auto, bfloat16, float32.", panel="Machine")
+    batch_size: int = setting(1, help="Sequences per forward pass of the search.", panel="Machine")
+    checkpointing: bool = setting(False, help="Save memory, recompute activations.", panel="Machine")
+    resume: bool = setting(False, help="Continue the run in --out.", panel="Machine")
+
+    def identity(self) -> dict[str, Any]:
+        """What must agree for a run to be resumed."""
+        described = dataclasses.asdict(self)
+        for name in ("out", "resume", "overwrite_store"):
+            described.pop(name)
+        described["store"] = str(self.store) if self.store else None
+        described["tau"] = list(self.tau)
+        return described

@@ -1,0 +1,65 @@
+"""Allocations judged side by side: KL to the full model and perplexity, on the same evaluation text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rco.backends.quantization import QuantizationBackend
+from rco.core.problem import Allocation, AllocationProblem
+from rco.data.calibration import CalibrationSet
+from rco.evaluation.divergence import ReferenceStates, measure_divergence
+from rco.evaluation.perplexity import measure_perplexity
+from rco.models.precision import computing_in
+
+__all__ = ["Judge"]
+
+
+class Judge:
+    """Evaluates allocations of one backend; the full model's hidden states are computed once."""
+
+    def __init__(self, backend: QuantizationBackend, data: CalibrationSet, batch_size: int = 4) -> None:
+        self._backend, self._data, self._batch_size = backend, data, batch_size
+        self._reference: ReferenceStates | None = None
+
+    @property
+    def reference(self) -> ReferenceStates:
+        """Hidden states of the full model on the evaluation text."""
+        if self._reference is None:
+            with computing_in(self._backend.loaded.model, self._backend.compute_dtype):
+                self._reference = ReferenceStates.compute(
+                    self._backend.loaded, self._data, batch_size=self._batch_size
+                )
+        return self._reference
+
+    def row(self, name: str, allocation: Allocation | None, problem: AllocationProblem) -> dict[str, Any]:
+        """One line of the comparison; None is the full model."""
+        backend, loaded = self._backend, self._backend.loaded
+        if allocation is None:
+            with computing_in(loaded.model, backend.compute_dtype):
+                perplexity = measure_perplexity(loaded, self._data, batch_size=self._batch_size)
+            divergence: dict[str, Any] = {"kl": 0.0, "stderr": 0.0, "domains": {}}
+            bits = float(loaded.dtype.itemsize * 8)
+        else:
+            reference = self.reference
+            with backend.apply(allocation):
+                perplexity = measure_perplexity(loaded, self._data, batch_size=self._batch_size)
+                divergence = measure_divergence(loaded, reference, self._data, batch_size=self._batch_size)
+            widths = backend.choice_of(allocation)
+            counts = {info.name: info.parameters for info in backend.plan.linears}
+            bits = sum(widths[n] * counts[n] for n in counts) / sum(counts.values())
+        return {
+            "name": name,
+            "bits": bits,
+            "within_budget": allocation is not None and problem.is_feasible(allocation),
+            "kl": divergence["kl"],
+            "kl_error": divergence["stderr"],
+            "perplexity": perplexity["perplexity"],
+            "perplexity_error": perplexity["stderr"],
+            "by_domain": {
+                domain: {
+                    "kl": divergence["domains"].get(domain, {}).get("kl", 0.0),
+                    "perplexity": measured["perplexity"],
+                }
+                for domain, measured in perplexity.get("domains", {}).items()
+            },
+        }

@@ -1,0 +1,417 @@
+"""From a model and a budget to a checkpoint: plan, candidates, search, evaluation, export, report.
+
+Every stage leaves its result in the run's folder and is skipped when it is there, so that a run that was stopped
+anywhere goes on where it was and ends the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rco import tables
+from rco.backends.base import Budget
+from rco.backends.candidates import CandidateSettings
+from rco.backends.plan import LEAVE_ALONE, QuantizationPlan, make_plan
+from rco.backends.quantization import QuantizationBackend
+from rco.backends.sensitivity import fisher_differences, logits_from_losses, predicted_losses
+from rco.core.knapsack import solve_mckp
+from rco.core.problem import Allocation, AllocationProblem
+from rco.core.refine import spend, uniform_allocation
+from rco.core.result import SearchResult
+from rco.core.search import RCO
+from rco.data.calibration import DataSplits, build_splits
+from rco.evaluation.size import average_bits, checkpoint_size
+from rco.export.compressed_tensors import check_exportable
+from rco.export.engines import validate_for_engine
+from rco.models.loading import LoadedModel, load_model
+from rco.pipeline.configs import QuantizeConfig
+from rco.pipeline.estimate import Estimate, estimate
+from rco.pipeline.judge import Judge
+from rco.pipeline.progress import Progress, Silent
+from rco.report.html import build_report
+from rco.runs import RunDirectory
+
+__all__ = ["Planned", "QuantizeOutcome", "plan_quantization", "quantize"]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A quantization that has been checked as far as it can be without work."""
+
+    loaded: LoadedModel
+    plan: QuantizationPlan
+    backend: QuantizationBackend
+    problem: AllocationProblem
+    budget: Budget
+    folder: Path
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class QuantizeOutcome:
+    """Where everything is."""
+
+    folder: Path
+    result: SearchResult
+    metrics: dict[str, Any]
+    report: Path
+    checkpoint: Path | None
+
+
+def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) -> Planned:
+    """Load the model, form groups and problem, and refuse what cannot work, before anything expensive."""
+    budget = Budget.parse(bits=config.bits, bpw=config.bpw, size=config.size)
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    plan = make_plan(
+        loaded.layout,
+        loaded.layout.linears(loaded.model, include_head=True),
+        widths=_parse_widths(config.widths),
+        group_size=config.group_size or None,
+        symmetric=config.symmetric,
+        serve=config.serve,
+        locks=config.lock,
+        skips=config.skip,
+        ties=config.tie,
+    )
+    folder = config.out or Path("runs") / _slug(f"{Path(config.model).name}-{budget.kind}-{_amount(config)}")
+    backend = QuantizationBackend(
+        loaded,
+        plan,
+        config.store or folder / "candidates",
+        settings=CandidateSettings(
+            method=config.method, damp=config.damp, act_order=config.act_order, clip=config.clip
+        ),
+        loss=config.loss,
+        top_k=config.top_k or None,
+        batch_size=config.batch_size,
+        checkpointing=config.checkpointing,
+        overwrite_store=config.overwrite_store,
+        on_progress=(progress or Silent()).stage("candidates") if progress else None,
+    )
+    problem = backend.problem(budget)
+    if config.format == "compressed-tensors":
+        check_exportable(
+            plan.linears, {info.name: [backend.scheme(w) for w in plan.widths] for info in plan.linears}
+        )
+    tables.load(tables.METHODS, config.searcher, "method")
+    return Planned(loaded, plan, backend, problem, budget, folder, estimate(loaded, plan, config))
+
+
+def quantize(config: QuantizeConfig, progress: Progress | None = None) -> QuantizeOutcome:
+    """Run the whole job; with ``config.resume``, the rest of it."""
+    progress = progress or Silent()
+    planned = plan_quantization(config, progress)
+    backend = planned.backend
+    open_run = RunDirectory.resume if config.resume else RunDirectory.create
+    with open_run(planned.folder, config.identity()) as run:
+        run.write_problem(planned.problem)
+        data = build_splits(
+            config.data,
+            planned.loaded.tokenizer,
+            search=config.sequences,
+            selection=config.selection,
+            evaluation=config.evaluation,
+            length=config.length,
+            seed=config.seed,
+            evaluation_spec=config.eval_data,
+        )
+        with _timed(run, "candidates"):
+            backend.prepare(data.search)
+        sensitivities = _sensitivities(config, backend, data, progress, run)
+        result = _search(config, planned, data, sensitivities, run, progress)
+        metrics = _describe(config, planned, result, sensitivities)
+        run.update_metrics(metrics)
+        _judge(config, planned, data, result, sensitivities, run, progress)
+        checkpoint = _export(config, planned, result, run, progress)
+        report = build_report([run], run.folder / "report.html")
+        return QuantizeOutcome(run.folder, result, run.metrics, report, checkpoint)
+
+
+# ------------------------------------------------------------------------ stages
+
+
+def _sensitivities(
+    config: QuantizeConfig,
+    backend: QuantizationBackend,
+    data: DataSplits,
+    progress: Progress,
+    run: RunDirectory,
+) -> np.ndarray:
+    """(N, K) predicted loss of every option, from the run if it is there."""
+    saved = run.metrics.get("sensitivities")
+    if saved is not None:
+        return np.array(saved)
+    with _timed(run, "sensitivities"):
+        differences = fisher_differences(
+            backend, data.search, seed=config.seed, on_progress=progress.stage("sensitivities")
+        )
+        predicted = predicted_losses(differences).numpy()
+    run.update_metrics({"sensitivities": predicted.tolist()})
+    return predicted
+
+
+def _prior(config: QuantizeConfig, planned: Planned, sensitivities: np.ndarray) -> torch.Tensor | None:
+    if config.prior == "uniform":
+        return None
+    losses = (
+        torch.from_numpy(sensitivities) if config.prior == "fisher" else planned.backend.relative_errors()
+    )
+    return logits_from_losses(losses, planned.problem, config.prior_strength)
+
+
+def _search(
+    config: QuantizeConfig,
+    planned: Planned,
+    data: DataSplits,
+    sensitivities: np.ndarray,
+    run: RunDirectory,
+    progress: Progress,
+) -> SearchResult:
+    if run.finished:
+        return run.result
+    searcher = _searcher(config)
+    checkpoint = run.load_checkpoint()
+    step, state = checkpoint if checkpoint is not None else (0, None)
+    run.truncate_history(step)
+    done = step
+
+    def on_checkpoint(current: dict[str, Any]) -> None:
+        nonlocal done
+        done = current["step"]
+        run.append_history(current["history"][-1])
+        run.save_checkpoint(done, current)
+
+    with (
+        _timed(run, "search"),
+        planned.backend.objective(data.search, data.selection) as objective,
+    ):
+        arguments: dict[str, Any] = {"prior": _prior(config, planned, sensitivities)}
+        if isinstance(searcher, RCO):
+            arguments.update(on_checkpoint=on_checkpoint, resume=state)
+        result: SearchResult = searcher.search(planned.problem, objective, on_step=progress.step, **arguments)
+    run.write_result(result)
+    run.clear_checkpoints()
+    return result
+
+
+def _searcher(config: QuantizeConfig) -> Any:
+    cls = tables.load(tables.METHODS, config.searcher, "method")
+    wanted = {
+        "steps": config.steps,
+        "samples": config.samples,
+        "lr": config.lr,
+        "tau": tuple(config.tau),
+        "refine": config.refine,
+        "seed": config.seed,
+    }
+    known = {field.name for field in dataclasses.fields(cls)}
+    return cls(**{name: value for name, value in wanted.items() if name in known})
+
+
+def _judge(
+    config: QuantizeConfig,
+    planned: Planned,
+    data: DataSplits,
+    result: SearchResult,
+    sensitivities: np.ndarray,
+    run: RunDirectory,
+    progress: Progress,
+) -> None:
+    """Evaluate the result beside the full model, the neighbouring uniform widths and the proxy's knapsack."""
+    rows = list(run.metrics.get("evaluation", []))
+    done = {row["name"] for row in rows}
+    judge = Judge(planned.backend, data.evaluation)
+    wanted = _allocations_to_judge(planned, result, sensitivities)
+    count = progress.stage("evaluation")
+    with _timed(run, "evaluation"):
+        for position, (name, allocation) in enumerate(wanted):
+            if name not in done:
+                rows.append(judge.row(name, allocation, planned.problem))
+                run.update_metrics({"evaluation": rows})
+            count(position + 1, len(wanted))
+
+
+def _allocations_to_judge(
+    planned: Planned, result: SearchResult, sensitivities: np.ndarray
+) -> list[tuple[str, Allocation | None]]:
+    problem, plan = planned.problem, planned.plan
+    listed: list[tuple[str, Allocation | None]] = [("full model", None)]
+    parameters = sum(group.parameters for group in plan.groups)
+    average = (
+        sum(
+            plan.widths[k] * group.parameters for k, group in zip(result.allocation, plan.groups, strict=True)
+        )
+        / parameters
+    )
+    below = max((w for w in plan.widths if w <= average), default=plan.widths[0])
+    above = min((w for w in plan.widths if w > average), default=plan.widths[-1])
+    for width in dict.fromkeys((below, above)):
+        if width != LEAVE_ALONE:
+            choices = np.array(
+                [
+                    plan.widths.index(width if width in group.widths else group.widths[0])
+                    for group in plan.groups
+                ]
+            )
+            listed.append((f"uniform {width}", problem.allocation(choices)))
+    interpolation = spend(problem, uniform_allocation(problem), _layer_order(problem))
+    listed.append(("uniform interpolation", problem.allocation(interpolation)))
+    proxy = solve_mckp(-sensitivities, problem)
+    spent = spend(problem, proxy.allocation, -sensitivities)
+    listed.append(("proxy knapsack", problem.allocation(spent)))
+    listed.append((result.method.upper() if result.method == "rco" else result.method, result.allocation))
+    return listed
+
+
+def _layer_order(problem: AllocationProblem) -> np.ndarray:
+    """Values under which spending upgrades the first groups first, one step of width at a time."""
+    order = np.arange(problem.num_groups)[:, None]
+    step = np.arange(problem.num_options)[None, :]
+    return -(order + problem.num_groups * step).astype(np.float64)
+
+
+def _export(
+    config: QuantizeConfig, planned: Planned, result: SearchResult, run: RunDirectory, progress: Progress
+) -> Path | None:
+    if config.format == "none":
+        return None
+    target = run.folder / "model"
+    if "export" in run.metrics and target.exists():
+        return target
+    exporter = tables.load(tables.FORMATS, config.format, "format")()
+    count = progress.stage("export")
+    count(0, 1)
+    with _timed(run, "export"):
+        summary = exporter.export(
+            planned.loaded, planned.backend.weights_of(result.allocation), target, overwrite=True
+        )
+    found: dict[str, Any] = {"export": summary.to_json()}
+    if config.format == "compressed-tensors":
+        found["certificate"] = _certify(planned, result, target)
+        if config.serve != "any":
+            violations = validate_for_engine(
+                json.loads((target / "config.json").read_text(encoding="utf-8")), config.serve
+            )
+            found["engine"] = {"preset": config.serve, "violations": violations}
+            if violations:
+                raise ValueError(f"{config.serve} would refuse the checkpoint: {'; '.join(violations)}")
+    run.update_metrics(found)
+    count(1, 1)
+    return target
+
+
+def _certify(planned: Planned, result: SearchResult, folder: Path) -> dict[str, Any]:
+    """The budget, counted once more from the headers of what was written."""
+    size = checkpoint_size(folder)
+    bits = average_bits(folder, [info.name for info in planned.plan.linears])
+    used = {"bits": bits["weight_bits"], "bpw": bits["stored_bits"], "size": size["bytes"]}[
+        planned.budget.kind
+    ]
+    allowed = (
+        planned.budget.amount
+        if planned.budget.kind == "size"
+        else planned.budget.amount * sum(group.parameters for group in planned.plan.groups)
+    )
+    if used > allowed:
+        raise RuntimeError(
+            f"Internal error: the checkpoint takes {used:,} where {planned.budget} allow {float(allowed):,.0f}; "
+            "please report this."
+        )
+    return {
+        "used": used,
+        "allowed": str(allowed),
+        "checkpoint_bytes": size["bytes"],
+        "average_bits": bits["average_bits"],
+        "average_stored_bits": bits["average_stored_bits"],
+    }
+
+
+# ------------------------------------------------------------------- description
+
+
+def _describe(
+    config: QuantizeConfig, planned: Planned, result: SearchResult, sensitivities: np.ndarray
+) -> dict[str, Any]:
+    plan, problem, backend = planned.plan, planned.problem, planned.backend
+    parameters = sum(group.parameters for group in plan.groups)
+    choices = backend.choice_of(result.allocation)
+    relative = backend.relative_errors().numpy()
+    bits = Fraction(sum(choices[info.name] * info.parameters for info in plan.linears), parameters)
+    low, high = backend.budget_range(planned.budget.kind)
+    unit = "bytes" if planned.budget.kind == "size" else "bits"
+    labels = [str(width) for width in plan.widths]
+    return {
+        "kind": "quantization",
+        "model": {
+            "name": config.model,
+            "parameters": sum(p.numel() for p in planned.loaded.model.parameters()),
+            "blocks": len(planned.loaded.layout.blocks(planned.loaded.model)),
+            "dtype": str(planned.loaded.dtype).removeprefix("torch."),
+            "fingerprint": planned.loaded.fingerprint,
+        },
+        "budget": {
+            "kind": planned.budget.kind,
+            "requested": _amount(config),
+            "effective": f"{problem.unit_budgets[0]:,} {unit}",
+            "used": f"{problem.units(result.allocation)[0]:,} {unit}",
+            "unit": unit,
+            "budget_units": problem.unit_budgets[0],
+            "used_units": problem.units(result.allocation)[0],
+            "range": [low, high],
+            "average_bits": float(bits),
+            "average_bits_exact": str(bits),
+        },
+        "groups": [
+            {
+                "name": group.name,
+                "members": [member.name for member in group.members],
+                "kind": "+".join(dict.fromkeys(member.kind for member in group.members)),
+                "block": group.members[0].block,
+                "parameters": group.parameters,
+                "width": plan.widths[choice],
+                "sensitivity": dict(zip(labels, sensitivities[row].tolist(), strict=True)),
+                "relative_error": dict(zip(labels, relative[row].tolist(), strict=True)),
+            }
+            for row, (group, choice) in enumerate(zip(plan.groups, result.allocation, strict=True))
+        ],
+    }
+
+
+def _parse_widths(text: str) -> Sequence[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"--widths is a list such as 2,3,4,8,16, got {text!r}.") from None
+
+
+def _amount(config: QuantizeConfig) -> str:
+    return str(next(v for v in (config.bits, config.bpw, config.size) if v is not None))
+
+
+def _slug(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "-._" else "-" for c in text)
+
+
+class _timed:
+    """Adds the seconds spent inside to the run's timings."""
+
+    def __init__(self, run: RunDirectory, name: str) -> None:
+        self._run, self._name = run, name
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        timings = dict(self._run.metrics.get("timings", {}))
+        timings[self._name] = timings.get(self._name, 0.0) + time.perf_counter() - self._began
+        self._run.update_metrics({"timings": timings})
