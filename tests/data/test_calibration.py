@@ -188,6 +188,17 @@ def test_only_answers_count(template, whole, answers):
     assert ids[-1] == 2
 
 
+def test_a_template_that_ends_the_text_itself_is_not_ended_twice():
+    class Closing(WordTokenizer):
+        def apply_chat_template(self, turns, tokenize, add_generation_prompt):
+            body = "".join(f"{turn['content']}\x02\n" for turn in turns)
+            return body + (">" if add_generation_prompt else "")
+
+    ((ids, counts),) = token_stream([CHAT], Closing("yes"))
+    assert ids.tolist()[-4:] == [ord("A"), ord("2"), 2, ord("\n")]
+    assert counts[-2]
+
+
 def test_the_mask_marks_the_position_before_an_answer_token(tmp_path):
     path = tmp_path / "chat.jsonl"
     path.write_text(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rco.models.capture import BlockInputs
 from rco.models.files import check_safetensors, file_sha256, folder_fingerprint, weight_files
 from rco.models.loading import load_model, pick_device, wrap_model
 from rco.models.tiny import tiny_model
@@ -240,3 +243,25 @@ def test_devices():
     if not torch.cuda.is_available():
         with pytest.raises(ModelError, match="no cuda device"):
             pick_device("cuda")
+
+
+def test_importing_these_packages_imports_no_model_library():
+    code = (
+        "import sys, rco.models.loading, rco.models.capture, rco.models.tiny, rco.data.calibration;"
+        "sys.exit(any(name in sys.modules for name in ('transformers', 'datasets', 'huggingface_hub')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["cpu", None])
+def test_blocks_in_turn_on_a_gpu(storage):
+    loaded = load_model("tiny-llama", device="cuda")
+    tokens = torch.randint(3, 8000, (5, 64))
+    inputs = BlockInputs.capture(loaded.model, loaded.layout, tokens, batch_size=2, storage=storage)
+    assert inputs.hidden.device.type == ("cpu" if storage else "cuda")
+    for _ in loaded.layout.blocks(loaded.model):
+        inputs.advance()
+    with torch.no_grad():
+        whole = [loaded.layout.final_hidden(loaded.model, tokens[i : i + 2].cuda()) for i in range(0, 5, 2)]
+    assert torch.equal(inputs.finish().cpu(), torch.cat(whole).cpu())

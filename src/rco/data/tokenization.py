@@ -39,7 +39,8 @@ def token_stream(documents: Iterable[Document], tokenizer: Any) -> Iterator[tupl
             yield from _flush(batch, tokenizer, tail)
             batch = []
             ids, counts = _conversation(document.messages, tokenizer)
-            if end is not None and (len(ids) == 0 or ids[-1] != end):
+            # Many templates close a turn with this very token, perhaps with a newline after it.
+            if end is not None and end not in ids[-2:]:
                 ids, counts = np.append(ids, end), np.append(counts, False)
             yield ids, counts
             continue

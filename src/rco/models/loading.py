@@ -101,6 +101,9 @@ def load_model(
     if attention is not None:
         keywords["attn_implementation"] = attention
     chosen = kept if dtype == "auto" else _as_dtype(dtype)
+    if gguf_file is not None:
+        # Reading the file's metadata is slow, and every part would do it again to find the config.
+        keywords["config"] = _transformers().AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
     model = _from_pretrained(folder, label, dtype=chosen, trust_remote_code=trust_remote_code, **keywords)
     keywords.pop("attn_implementation", None)
     tokenizer = _load_tokenizer(folder, label, trust_remote_code=trust_remote_code, **keywords)
