@@ -1,0 +1,125 @@
+"""How far a model's predictions are from those of the full model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rco.data.calibration import CalibrationSet
+from rco.evaluation.statistics import (
+    EvaluationError,
+    OnBatch,
+    batches,
+    describe_sequences,
+    hidden_states,
+    sequence_sums,
+)
+from rco.losses import Head, token_kl
+from rco.models.loading import LoadedModel
+
+__all__ = ["ReferenceStates", "measure_divergence"]
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceStates:
+    """The full model's last hidden states on a data set: its predictions, without its vocabulary.
+
+    Attributes:
+        hidden: (S, L, H) on the CPU.
+        head: Output layer of the full model.
+        fingerprint: Of the data they belong to.
+    """
+
+    hidden: Tensor
+    head: Head
+    fingerprint: str
+
+    @classmethod
+    @torch.no_grad()
+    def compute(
+        cls,
+        loaded: LoadedModel,
+        data: CalibrationSet,
+        *,
+        batch_size: int = 8,
+        on_batch: OnBatch | None = None,
+    ) -> ReferenceStates:
+        """Run the full model once, so that it need not be in memory (or unaltered) afterwards.
+
+        The output layer is copied: one that is quantized later does not change the reference.
+        """
+        parts = [
+            hidden_states(loaded, data.tokens[rows]).cpu() for rows in batches(data, batch_size, on_batch)
+        ]
+        head = loaded.layout.head(loaded.model)
+        bias = None if head.bias is None else head.bias.detach().clone()
+        kept = replace(head, weight=head.weight.detach().clone(), bias=bias)
+        return cls(torch.cat(parts), kept, data.fingerprint)
+
+
+@torch.no_grad()
+def measure_divergence(
+    loaded: LoadedModel,
+    reference: LoadedModel | ReferenceStates,
+    data: CalibrationSet,
+    *,
+    batch_size: int = 8,
+    top_k: int | None = None,
+    on_batch: OnBatch | None = None,
+) -> dict[str, Any]:
+    """Mean KL(reference || model) per counted prediction, and for each domain.
+
+    Args:
+        loaded: The model.
+        reference: The full model, or its hidden states on the same data.
+        data: Sequences of tokens.
+        batch_size: Sequences at a time.
+        top_k: Coarsen to the reference's k likeliest tokens and one bucket for the rest.
+        on_batch: Called with (batches done, all batches).
+
+    Returns:
+        ``kl`` in nats per token, its standard error ``stderr`` (None for one sequence), ``tokens``,
+        ``sequences``; the same under ``domains`` by name.
+    """
+    head = loaded.layout.head(loaded.model)
+    if isinstance(reference, ReferenceStates):
+        if reference.fingerprint != data.fingerprint:
+            raise EvaluationError("The reference was computed on other data; compute it on this data.")
+        reference_head: Head = reference.head
+    else:
+        reference_head = reference.layout.head(reference.model)
+    if reference_head.vocabulary != head.vocabulary:
+        raise EvaluationError(
+            f"The reference has {reference_head.vocabulary} tokens and the model {head.vocabulary}: a KL needs "
+            "one vocabulary. Pass the model that this one was made from."
+        )
+    parts = []
+    for rows in batches(data, batch_size, on_batch):
+        tokens, mask = data.tokens[rows], data.mask[rows][:, :-1]
+        if not mask.any():
+            parts.append(torch.zeros(len(tokens), dtype=torch.float64))
+            continue
+        hidden = hidden_states(loaded, tokens)[:, :-1]
+        if isinstance(reference, ReferenceStates):
+            target = reference.hidden[rows][:, :-1]
+        else:
+            target = hidden_states(reference, tokens)[:, :-1]
+        values = token_kl(
+            hidden, head, target, _on(reference_head, hidden.device), mask.to(hidden.device), top_k=top_k
+        )
+        parts.append(sequence_sums(values, mask))
+    counts = data.mask[:, :-1].sum(1)
+    return describe_sequences(
+        torch.cat(parts), counts, data.domains, lambda mean, error: {"kl": mean, "stderr": error}
+    )
+
+
+def _on(head: Head, device: torch.device) -> Head:
+    if head.weight.device == device:
+        return head
+    return replace(
+        head, weight=head.weight.to(device), bias=None if head.bias is None else head.bias.to(device)
+    )

@@ -1,0 +1,81 @@
+"""Tasks of lm-eval through its Python API, where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+from rco.evaluation.statistics import EvaluationError
+from rco.models.loading import LoadedModel
+
+__all__ = ["harness_available", "run_harness"]
+
+
+def harness_available() -> bool:
+    """Whether lm-eval is installed."""
+    return importlib.util.find_spec("lm_eval") is not None
+
+
+def run_harness(
+    loaded: LoadedModel,
+    tasks: Sequence[str],
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+) -> dict[str, dict[str, Any]]:
+    """Measure lm-eval tasks on a model in memory.
+
+    Args:
+        loaded: The model, with its tokenizer.
+        tasks: Names as lm-eval knows them.
+        limit: Questions per task; None for all.
+        num_fewshot: Examples before each question; None for the task's own number.
+        batch_size: Questions at a time.
+        seed: For the choice of examples.
+
+    Returns:
+        For every task its metrics by plain name, each with ``<metric>_stderr`` where lm-eval gives one.
+
+    Raises:
+        EvaluationError: lm-eval is not installed, a task is unknown to it, or its data cannot be had.
+    """
+    if not harness_available():
+        raise EvaluationError("lm-eval tasks need lm-eval: run pip install 'rco[eval]'.")
+    if not tasks:
+        raise EvaluationError("Name at least one lm-eval task, e.g. arc_easy.")
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=batch_size)
+    try:
+        report = lm_eval.simple_evaluate(
+            model=model,
+            tasks=list(tasks),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            bootstrap_iters=0,
+            log_samples=False,
+            random_seed=seed,
+            numpy_random_seed=seed,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
+        )
+    except (KeyError, ValueError, ConnectionError, OSError) as error:
+        raise EvaluationError(
+            f"lm-eval could not run {', '.join(tasks)}: {error}. Check the names with `lm-eval ls tasks`, and that "
+            "the data sets are on this machine or the Hub can be reached."
+        ) from error
+    return {task: _plain(metrics) for task, metrics in report["results"].items()}
+
+
+def _plain(metrics: dict[str, Any]) -> dict[str, Any]:
+    """``acc,none`` becomes ``acc``, ``acc_stderr,none`` becomes ``acc_stderr``; texts are dropped."""
+    plain: dict[str, Any] = {}
+    for key, value in metrics.items():
+        name = key.partition(",")[0]
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            plain.setdefault(name, value)
+    return plain

@@ -1,0 +1,166 @@
+"""What a written checkpoint weighs, read from its files alone.
+
+Nothing here knows how budgets are planned: sizes come from the file system and from the headers, widths from the
+shapes of packed tensors, so that this can certify what a search promised.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rco.evaluation.statistics import EvaluationError
+
+__all__ = ["average_bits", "checkpoint_size", "read_headers"]
+
+_WIDTHS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    start: int  # of the data, within the file
+    nbytes: int
+
+
+def read_headers(folder: str | Path) -> dict[str, _Entry]:
+    """Every tensor of a folder's safetensors files.
+
+    Raises:
+        EvaluationError: There is no such file, one is damaged, or a tensor is there twice.
+    """
+    folder = Path(folder).expanduser()
+    entries: dict[str, _Entry] = {}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise EvaluationError(f"{folder} holds no safetensors files.")
+    for path in files:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            try:
+                header = json.loads(file.read(min(length, size)))
+            except (UnicodeDecodeError, json.JSONDecodeError):
+                raise EvaluationError(f"{path} is damaged: its header cannot be read.") from None
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if size != 8 + length + end:
+            raise EvaluationError(f"{path} is damaged: {size} bytes, its header promises {8 + length + end}.")
+        for name, entry in header.items():
+            if name in entries:
+                raise EvaluationError(f"{name} is both in {entries[name].path.name} and in {path.name}.")
+            start, stop = entry["data_offsets"]
+            entries[name] = _Entry(
+                entry["dtype"], tuple(entry["shape"]), path, 8 + length + start, stop - start
+            )
+    return entries
+
+
+def checkpoint_size(folder: str | Path) -> dict[str, Any]:
+    """Bytes of a checkpoint.
+
+    Returns:
+        ``bytes`` of all safetensors files (what a size budget is about), ``data_bytes`` of the tensors in them,
+        ``folder_bytes`` of everything in the folder, and ``files`` with the size of each.
+    """
+    entries = read_headers(folder)
+    files = {
+        path.name: path.stat().st_size
+        for path in sorted(Path(folder).expanduser().iterdir())
+        if path.is_file()
+    }
+    return {
+        "bytes": sum(size for name, size in files.items() if name.endswith(".safetensors")),
+        "data_bytes": sum(entry.nbytes for entry in entries.values()),
+        "folder_bytes": sum(files.values()),
+        "files": files,
+    }
+
+
+def average_bits(folder: str | Path, linears: Collection[str] | None = None) -> dict[str, Any]:
+    """Bits per weight of a compressed-tensors checkpoint, from the shapes of its packed tensors.
+
+    Args:
+        folder: The checkpoint.
+        linears: Names of the linears to average over, those left unquantized among them; None for all that are
+            quantized.
+
+    Returns:
+        ``parameters``, ``weight_bits`` and ``average_bits`` (codes alone), ``stored_bits`` and
+        ``average_stored_bits`` (padding, scales and zero points counted), and ``tensors`` with the same for each
+        linear. All but the averages are exact integers.
+
+    Raises:
+        EvaluationError: A linear is missing, or its tensors contradict each other.
+    """
+    entries = read_headers(folder)
+    packed = [name.removesuffix(".weight_packed") for name in entries if name.endswith(".weight_packed")]
+    names = sorted(packed if linears is None else linears)
+    widths = _declared_widths(Path(folder).expanduser())
+    tensors = {name: _one(name, entries, widths.get(name)) for name in names}
+    parameters = sum(entry["parameters"] for entry in tensors.values())
+    weight = sum(entry["weight_bits"] for entry in tensors.values())
+    stored = sum(entry["stored_bits"] for entry in tensors.values())
+    return {
+        "parameters": parameters,
+        "weight_bits": weight,
+        "stored_bits": stored,
+        "average_bits": weight / parameters if parameters else None,
+        "average_stored_bits": stored / parameters if parameters else None,
+        "tensors": tensors,
+    }
+
+
+def _declared_widths(folder: Path) -> dict[str, int]:
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    config = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") or {}
+    return {
+        target: group["weights"]["num_bits"]
+        for group in config.get("config_groups", {}).values()
+        for target in group["targets"]
+    }
+
+
+def _one(name: str, entries: dict[str, _Entry], declared: int | None) -> dict[str, int]:
+    dense = entries.get(f"{name}.weight")
+    if dense is not None:
+        count = math.prod(dense.shape)
+        bits = count * _WIDTHS[dense.dtype]
+        return {"bits": _WIDTHS[dense.dtype], "parameters": count, "weight_bits": bits, "stored_bits": bits}
+    codes, shape = entries.get(f"{name}.weight_packed"), entries.get(f"{name}.weight_shape")
+    scale = entries.get(f"{name}.weight_scale")
+    if codes is None or shape is None or scale is None:
+        raise EvaluationError(
+            f"The checkpoint has no weight of {name}, neither plain nor packed and complete."
+        )
+    rows, columns = _read_shape(shape)
+    fitting = [bits for bits in range(1, 9) if -(-columns * bits // 32) == codes.shape[1]]
+    if declared is not None:
+        fitting = [bits for bits in fitting if bits == declared]
+    # From 32 columns on the words alone tell the width; for shorter rows the config must.
+    if len(fitting) != 1 or codes.shape[0] != rows or codes.dtype != "I32":
+        stated = "names no width" if declared is None else f"says {declared} bits"
+        raise EvaluationError(
+            f"{name} is {rows}x{columns}, packed as {codes.dtype} {codes.shape}, and the config {stated}: these do "
+            "not determine one width."
+        )
+    width = fitting[0]
+    zero = entries.get(f"{name}.weight_zero_point")
+    stored = codes.nbytes + scale.nbytes + (zero.nbytes if zero is not None else 0)
+    count = rows * columns
+    return {"bits": width, "parameters": count, "weight_bits": count * width, "stored_bits": 8 * stored}
+
+
+def _read_shape(entry: _Entry) -> tuple[int, int]:
+    with entry.path.open("rb") as file:
+        file.seek(entry.start)
+        data = file.read(16)
+    return int.from_bytes(data[:8], "little"), int.from_bytes(data[8:], "little")
