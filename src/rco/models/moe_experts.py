@@ -1,0 +1,263 @@
+"""Running experts on lists of (token, expert) pairs: one grouped multiplication per projection, no loop.
+
+A pair list may hold more than the pairs that the output needs. The others are *probes*: what an expert would
+have said to a token that was not sent to it. They cost half of a real pair, since nothing flows back through
+them, and the inner product of their output with the output's gradient is all that the gates ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ExpertPairs", "ExpertWeights", "PairedExperts", "expert_weights", "grouped_linear", "pair_outputs"]
+
+_UNFUSED_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The experts of one layer as stacked matrices that multiply from the right.
+
+    Attributes:
+        up: (experts, width, 2 x inner) view of gate and up projection.
+        down: (experts, inner, width) view.
+        up_bias: (experts, 2 x inner) or None.
+        down_bias: (experts, width) or None.
+        activate: Maps (pairs, 2 x inner) to (pairs, inner).
+    """
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    activate: Callable[[Tensor], Tensor]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts held."""
+        return int(self.up.shape[0])
+
+
+def expert_weights(experts: nn.Module) -> ExpertWeights:
+    """View fused experts as stacked matrices, or stack unfused ones.
+
+    Unfused experts (an ``nn.ModuleList`` of gated MLPs) are stacked once, and their parameters then become
+    views of the stack: values, names and the state dict stay as they are and no second copy is kept.
+    """
+    if isinstance(experts, nn.ModuleList):
+        return _stack(experts)
+    module: Any = experts
+    up, down = module.gate_up_proj, module.down_proj
+    if not getattr(module, "is_transposed", False):
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    has_bias = bool(getattr(module, "has_bias", False))
+    return ExpertWeights(
+        up.detach(),
+        down.detach(),
+        module.gate_up_proj_bias.detach() if has_bias else None,
+        module.down_proj_bias.detach() if has_bias else None,
+        module._apply_gate,
+    )
+
+
+def _stack(experts: nn.ModuleList) -> ExpertWeights:
+    first: Any = experts[0]
+    names = next((n for n in _UNFUSED_NAMES if all(hasattr(first, part) for part in n)), None)
+    activation = getattr(first, "act_fn", None)
+    if names is None or activation is None:
+        raise ValueError(
+            f"experts of type {type(first).__name__} are not gated MLPs; "
+            f"expected act_fn and linear layers named {' or '.join('/'.join(n) for n in _UNFUSED_NAMES)}"
+        )
+    linears = [[getattr(expert, part) for part in names] for expert in experts]
+    if any(linear.bias is not None for row in linears for linear in row):
+        raise ValueError("unfused experts with biases are not supported; load the model with fused experts")
+    inner = linears[0][0].weight.shape[0]
+    with torch.no_grad():
+        up = torch.stack([torch.cat([gate.weight, rise.weight]) for gate, rise, _ in linears])
+        down = torch.stack([lower.weight for _, _, lower in linears])
+        for index, (gate, rise, lower) in enumerate(linears):
+            gate.weight.data, rise.weight.data = up[index, :inner], up[index, inner:]
+            lower.weight.data = down[index]
+
+    def activate(both: Tensor) -> Tensor:
+        gate, rise = both.chunk(2, dim=-1)
+        return activation(gate) * rise
+
+    return ExpertWeights(up.transpose(1, 2), down.transpose(1, 2), None, None, activate)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply consecutive runs of rows, each with its own matrix.
+
+    Args:
+        rows: (pairs, in), sorted by expert.
+        weight: (experts, in, out).
+        ends: (experts,) int32: end of each expert's run.
+    """
+    rows = rows.to(weight.dtype)
+    kernel = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+    if kernel is not None and weight.dtype in (torch.float32, torch.bfloat16, torch.float16) and _aligned(rows, weight):
+        result: Tensor = kernel(rows, weight, offs=ends)
+        return result
+    # Dtypes and layouts that the grouped kernel does not take (float64 in tests, odd widths).
+    out = rows.new_zeros(rows.shape[0], weight.shape[2])
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(rows[start:end], weight[expert], out=out[start:end])
+        start = end
+    return out
+
+
+def _aligned(rows: Tensor, weight: Tensor) -> bool:
+    """The grouped kernel wants strides (and, on some versions, addresses) in multiples of 16 bytes."""
+    unit = 16 // weight.element_size()
+    strides = [s for s in (*rows.stride(), *weight.stride()) if s != 1]
+    if rows.shape[0] == 0 or any(stride % unit for stride in strides):
+        return False
+    return rows.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+
+
+@dataclass(frozen=True)
+class ExpertPairs:
+    """(token, expert) pairs in the order of the experts: first those of the routing, then probes.
+
+    Attributes:
+        order: (pairs,) position in the unsorted list (routing slots row by row, then probes).
+        tokens: (pairs,) token of each sorted pair.
+        experts: (pairs,) expert of each sorted pair.
+        ends: (experts,) int32 ends of the experts' runs.
+        real: Positions of routing slots among the sorted pairs, or None where there is no probe.
+        real_ends: ``ends`` of the routing slots alone.
+        slots: Routing slots in all (tokens x top_k).
+    """
+
+    order: Tensor
+    tokens: Tensor
+    experts: Tensor
+    ends: Tensor
+    real: Tensor | None
+    real_ends: Tensor
+    slots: int
+
+    @classmethod
+    def build(
+        cls, indices: Tensor, num_experts: int, probe_tokens: Tensor | None = None, probe_experts: Tensor | None = None
+    ) -> ExpertPairs:
+        """Sort the pairs of a routing (tokens, top_k) and of optional probes by expert."""
+        top_k, slots = indices.shape[1], indices.numel()
+        experts = indices.reshape(-1)
+        tokens = torch.arange(indices.shape[0], device=indices.device).repeat_interleave(top_k)
+        probed = probe_tokens is not None and probe_experts is not None and probe_tokens.numel() > 0
+        real_ends = _run_ends(experts, num_experts)
+        if probed:
+            assert probe_tokens is not None and probe_experts is not None
+            experts, tokens = torch.cat([experts, probe_experts]), torch.cat([tokens, probe_tokens])
+        ordered, order = torch.sort(experts, stable=True)
+        ends = _run_ends(ordered, num_experts) if probed else real_ends
+        real = (order < slots).nonzero().squeeze(-1) if probed else None
+        return cls(order, tokens[order], ordered, ends, real, real_ends, slots)
+
+    def pick(self, values: Tensor) -> Tensor:
+        """The rows of sorted ``values`` that belong to routing slots."""
+        return values if self.real is None else values[self.real]
+
+    def unsort(self, values: Tensor) -> Tensor:
+        """Sorted rows of routing slots back in routing order."""
+        out = torch.empty_like(values)
+        out[self.pick(self.order)] = values
+        return out
+
+
+def _run_ends(experts: Tensor, num_experts: int) -> Tensor:
+    return torch.bincount(experts, minlength=num_experts).cumsum(0).to(torch.int32)
+
+
+def pair_outputs(hidden: Tensor, pairs: ExpertPairs, weights: ExpertWeights) -> Tensor:
+    """(pairs, width) unweighted expert outputs of the sorted pairs."""
+    inner = weights.activate(_rise(hidden, pairs, weights))
+    return _lower(inner, pairs.experts, pairs.ends, weights)
+
+
+def _rise(hidden: Tensor, pairs: ExpertPairs, weights: ExpertWeights) -> Tensor:
+    out = grouped_linear(hidden[pairs.tokens], weights.up, pairs.ends)
+    return out if weights.up_bias is None else out + weights.up_bias[pairs.experts]
+
+
+def _lower(inner: Tensor, experts: Tensor, ends: Tensor, weights: ExpertWeights) -> Tensor:
+    out = grouped_linear(inner, weights.down, ends)
+    return out if weights.down_bias is None else out + weights.down_bias[experts]
+
+
+class PairedExperts(torch.autograd.Function):
+    """Weighted sum of expert outputs, with gradients for hidden states, routing weights and gates.
+
+    ``apply(hidden, routing_weights, gates, pairs, weights, gate_gradient)`` returns (tokens, width).
+    Backward forms ``a = <dL/dy_token, f_expert(token)>`` for every pair, probes included; for routing slots
+    it is the gradient of the routing weight, and ``gate_gradient(real, probes)`` turns all of them into the
+    gradient of ``gates``. Expert weights get no gradient: the search has them frozen.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        routing_weights: Tensor,
+        gates: Tensor | None,
+        pairs: ExpertPairs,
+        weights: ExpertWeights,
+        gate_gradient: Callable[[Tensor, Tensor], Tensor] | None,
+    ) -> Tensor:
+        """See the class."""
+        risen = _rise(hidden, pairs, weights)
+        outputs = _lower(weights.activate(pairs.pick(risen)), pairs.pick(pairs.experts), pairs.real_ends, weights)
+        slot_weights = routing_weights.reshape(-1)[pairs.pick(pairs.order)]
+        ctx.save_for_backward(risen, slot_weights)
+        ctx.pairs, ctx.weights, ctx.gate_gradient = pairs, weights, gate_gradient
+        ctx.shape = (routing_weights.shape, hidden.dtype, routing_weights.dtype)
+        ctx.gate_dtype = None if gates is None else gates.dtype
+        weighted = pairs.unsort(outputs * slot_weights.unsqueeze(-1))
+        total: Tensor = weighted.view(*routing_weights.shape, -1).sum(dim=1)
+        return total.to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """See the class."""
+        (grad,) = grads
+        pairs: ExpertPairs = ctx.pairs
+        weights: ExpertWeights = ctx.weights
+        risen, slot_weights = ctx.saved_tensors
+        shape, hidden_dtype, weight_dtype = ctx.shape
+        spread = grad[pairs.tokens]
+        # q = W_down^T g serves twice: <q, activation> is <g, f>, and w * q is the gradient of the activation.
+        q = grouped_linear(spread, weights.down.transpose(1, 2), pairs.ends)
+        if pairs.real is None:
+            with torch.enable_grad():
+                leaf = risen.detach().requires_grad_()
+                inner = weights.activate(leaf)
+            products = (q * inner.detach()).sum(dim=-1)
+        else:
+            with torch.enable_grad():
+                leaf = pairs.pick(risen).detach().requires_grad_()
+                inner = weights.activate(leaf)
+            products = (q * weights.activate(risen)).sum(dim=-1)
+        if weights.down_bias is not None:
+            products = products + (spread * weights.down_bias[pairs.experts]).sum(dim=-1)
+        flat = torch.empty_like(products)
+        flat[pairs.order] = products
+        real, probes = flat[: pairs.slots].view(shape), flat[pairs.slots :]
+
+        grad_hidden = grad_gates = None
+        if ctx.needs_input_grad[0]:
+            (grad_risen,) = torch.autograd.grad(inner, leaf, pairs.pick(q) * slot_weights.unsqueeze(-1).to(q.dtype))
+            rows = grouped_linear(grad_risen, weights.up.transpose(1, 2), pairs.real_ends)
+            grad_hidden = pairs.unsort(rows).view(*shape, -1).sum(dim=1).to(hidden_dtype)
+        if ctx.needs_input_grad[2]:
+            grad_gates = ctx.gate_gradient(real, probes).to(ctx.gate_dtype)
+        return grad_hidden, real.to(weight_dtype), grad_gates, None, None, None

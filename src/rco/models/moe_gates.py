@@ -1,0 +1,242 @@
+"""Expert gates: run a model as if experts were pruned, and differentiate its loss in the gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from rco.models.moe import MoELayer, moe_layers
+from rco.models.moe_experts import ExpertPairs, ExpertWeights, PairedExperts, expert_weights
+from rco.models.moe_probes import RoutingProbes
+from rco.models.moe_routing import Routing, route
+
+__all__ = ["ExpertGates", "GateMode", "expert_gates"]
+
+GateMode = Literal["deployed", "scale"]
+
+# Straight-through gates are sums of floats that should be 0 or 1; further away than this they are not.
+_BINARY_TOLERANCE = 1e-3
+
+
+class ExpertGates:
+    """Handle on the gates of a model's experts, layer after layer in one vector.
+
+    Attributes:
+        layers: The sparse layers.
+        counts: Experts per layer; gates of layer ``l`` start at ``sum(counts[:l])``.
+        mode: ``deployed`` or ``scale``, see :func:`expert_gates`.
+    """
+
+    def __init__(self, layers: Sequence[MoELayer], mode: GateMode) -> None:
+        self.layers = tuple(layers)
+        self.counts = tuple(layer.num_experts for layer in self.layers)
+        self.mode = mode
+        self._gates = [_LayerGates(layer, mode) for layer in self.layers]
+
+    @property
+    def num_gates(self) -> int:
+        """Experts in all sparse layers together."""
+        return sum(self.counts)
+
+    def set_gates(self, keep: Tensor | Sequence[Tensor]) -> None:
+        """Set all gates: 1 keeps an expert, 0 prunes it.
+
+        Args:
+            keep: (num_gates,) values, or one tensor per layer. May carry gradient. ``deployed`` takes 0 and 1
+                alone (booleans too); ``scale`` takes any number.
+
+        Raises:
+            ValueError: Wrong length, a gate that is neither 0 nor 1, or a layer left with fewer experts than
+                its router must choose.
+        """
+        parts = self._split(keep)
+        prepared = [gates.prepare(part) for gates, part in zip(self._gates, parts, strict=True)]
+        for gates, values in zip(self._gates, prepared, strict=True):
+            gates.use(*values)
+
+    def clear(self) -> None:
+        """Keep every expert; the model computes what it computes outside the context."""
+        for gates in self._gates:
+            gates.use(None, None)
+
+    def _split(self, keep: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+        if isinstance(keep, Tensor):
+            if keep.shape != (self.num_gates,):
+                raise ValueError(
+                    f"gates have shape {tuple(keep.shape)}; this model has {len(self.counts)} sparse layers with "
+                    f"{self.num_gates} experts together, so the shape must be ({self.num_gates},)"
+                )
+            return keep.split(self.counts)
+        shapes = [tuple(part.shape) for part in keep]
+        if shapes != [(count,) for count in self.counts]:
+            raise ValueError(f"gates per layer have shapes {shapes}; expected lengths {list(self.counts)}")
+        return keep
+
+
+@contextmanager
+def expert_gates(model: nn.Module, mode: GateMode = "deployed") -> Iterator[ExpertGates]:
+    """Run ``model`` with gated experts inside the context; leaving restores it.
+
+    * ``deployed``: the forward pass is that of the pruned model. Experts with gate 0 leave the router before
+      the top-k, survivors are re-picked and renormalised as the architecture does. The gradient is the
+      straight-through one of :mod:`rco.models.moe_probes`, for kept and pruned experts alike.
+    * ``scale``: the router still sees every expert, and the contribution of a chosen expert is multiplied by
+      its gate. This is what the paper's search differentiates; it is not what a pruned checkpoint computes.
+
+    Without gradient nothing extra is computed. Parameters are frozen inside the context (the search
+    differentiates in the gates alone) and get their ``requires_grad`` back afterwards.
+
+    Raises:
+        UnsupportedMoEError: The model has no experts or an unknown layout.
+    """
+    if mode not in get_args(GateMode):
+        raise ValueError(f"mode is {mode!r}; allowed are {', '.join(get_args(GateMode))}")
+    handle = ExpertGates(moe_layers(model), mode)
+    with ExitStack() as undo:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+                undo.callback(parameter.requires_grad_, True)
+        for gates in handle._gates:
+            gates.install(undo)
+        yield handle
+
+
+class _LayerGates:
+    """The gates of one layer and the forwards that obey them."""
+
+    def __init__(self, layer: MoELayer, mode: GateMode) -> None:
+        self.layer = layer
+        self.mode = mode
+        self.weights: ExpertWeights | None = None
+        self.keep: Tensor | None = None  # booleans on the router's device; None keeps all
+        self.gate: Tensor | None = None  # values on the router's device, where they carry gradient or scale
+        self.routing: Routing | None = None
+        self.own_forward: Callable[..., Tensor] | None = None
+
+    def prepare(self, values: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Check one layer's gates and bring them to its device."""
+        layer = self.layer
+        device = next(layer.router.parameters()).device
+        bare = values.detach().cpu()
+        wants_gradient = values.requires_grad
+        if self.mode == "scale":
+            if bool((bare == 1).all()) and not wants_gradient:
+                return None, None
+            return None, values.to(device=device, dtype=torch.float64 if _is_double(layer) else torch.float32)
+        keep = bare > 0.5
+        off = (bare.double() - keep.double()).abs()
+        if not bool((off <= _BINARY_TOLERANCE).all()):
+            worst = int(off.nan_to_num(nan=torch.inf).argmax())
+            raise ValueError(
+                f"gate of expert {worst} in {layer.name} is {float(bare[worst])}; deployed gates are 0 or 1 "
+                "(use mode='scale' for values between)"
+            )
+        kept = int(keep.sum())
+        if kept < layer.top_k:
+            raise ValueError(
+                f"{layer.name} would keep {kept} of {layer.num_experts} experts, but its router picks "
+                f"{layer.top_k} per token; keep at least {layer.top_k} in every layer"
+            )
+        gate = values.to(device=device) if wants_gradient else None
+        return (None if kept == layer.num_experts and gate is None else keep.to(device)), gate
+
+    def use(self, keep: Tensor | None, gate: Tensor | None) -> None:
+        self.keep, self.gate, self.routing = keep, gate, None
+
+    def install(self, undo: ExitStack) -> None:
+        """Take over the forwards of the layer, and have ``undo`` give them back."""
+        layer = self.layer
+        if layer.fused:
+            _override(layer.router, self.route, undo)
+            self.own_forward = _override(layer.experts, self.run_experts, undo)
+        else:
+            self.weights = expert_weights(layer.experts)
+            _override(layer.block, _unfused_forward(self), undo)
+        undo.callback(self.use, None, None)
+
+    def route(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """In place of the router: logits, weights and choice of the flattened tokens."""
+        layer = self.layer
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        logits = layer.logits(flat)
+        keep = self.keep if self.mode == "deployed" else None
+        routing = route(layer.rule, logits, layer.correction, keep)
+        weights = routing.weights
+        if layer.architecture.casts_weights:
+            weights = weights.to(logits.dtype)
+        if self.mode == "scale" and self.gate is not None:
+            weights = weights * self.gate[routing.indices].to(weights.dtype)
+        self.routing = routing if self.gate is not None and torch.is_grad_enabled() else None
+        return logits, weights, routing.indices
+
+    def run_experts(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """In place of the experts: their weighted sum, with the gates' gradient where one is asked for."""
+        routing, self.routing = self.routing, None
+        gate = self.gate if self.mode == "deployed" else None
+        differentiated = torch.is_grad_enabled() and (
+            gate is not None or hidden.requires_grad or weights.requires_grad
+        )
+        if not differentiated and self.own_forward is not None:
+            return self.own_forward(hidden, indices, weights)
+        if self.weights is None:
+            self.weights = expert_weights(self.layer.experts)
+        if differentiated and gate is not None and routing is not None and self.keep is not None:
+            probes = RoutingProbes.find(self.layer.rule, routing, self.layer.correction, self.keep)
+            pairs = ExpertPairs.build(indices, self.layer.num_experts, probes.tokens, probes.experts)
+            out: Tensor = PairedExperts.apply(hidden, weights, gate, pairs, self.weights, probes.gate_gradient)
+            return out
+        pairs = ExpertPairs.build(indices, self.layer.num_experts)
+        out = PairedExperts.apply(hidden, weights, None, pairs, self.weights, None)
+        return out
+
+
+def _override(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> Callable[..., Any]:
+    """Replace a module's forward on the instance; returns the forward it had."""
+    # accelerate keeps the forward that its device hooks call under another name: replace that one.
+    name = "_old_forward" if hasattr(module, "_old_forward") else "forward"
+    before: Callable[..., Any] = getattr(module, name)
+    own = module.__dict__.get(name)
+    module.__dict__[name] = forward
+
+    def restore() -> None:
+        if own is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = own
+
+    undo.callback(restore)
+    return before
+
+
+def _unfused_forward(gates: _LayerGates) -> Callable[[Tensor], Any]:
+    """A block's forward over a list of separate experts, which would loop over them by itself."""
+    layer = gates.layer
+    block: Any = layer.block
+    parameter = next(layer.router.parameters())
+    with torch.no_grad():
+        sample = block(parameter.new_zeros(1, layer.top_k, parameter.shape[-1]))
+    returns_logits = isinstance(sample, tuple)
+
+    def forward(hidden: Tensor) -> Any:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        logits, weights, indices = gates.route(flat)
+        out = gates.run_experts(flat, indices, weights)
+        if layer.shared is not None:
+            extra = layer.shared(flat)
+            name = layer.architecture.shared_gate
+            if name:
+                extra = torch.sigmoid(getattr(block, name)(flat)) * extra
+            out = out + extra
+        out = out.reshape(hidden.shape)
+        return (out, logits) if returns_logits else out
+
+    return forward
+
+
+def _is_double(layer: MoELayer) -> bool:
+    return next(layer.router.parameters()).dtype == torch.float64

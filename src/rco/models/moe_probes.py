@@ -1,0 +1,174 @@
+"""The straight-through gradient of deployed routing: what flipping one expert does to a layer's output.
+
+Pruning an expert is discrete: it leaves the router, the next survivor takes its place and the weights are
+normalised anew. For every expert ``e`` this module gives the first-order change of the loss between the layer
+with ``e`` and the layer without it, every other expert staying as it is:
+
+    dL/dkeep_e  :=  sum over tokens of  < dL/dy,  y(e kept) - y(e pruned) >
+
+Re-picking and renormalising are followed exactly; only the loss is linearised, at the layer's output under the
+present mask. It is defined for kept and for pruned experts alike. A kept expert is compared with the runner-up
+that would replace it, a pruned one with the selected expert that it would push out. Both need an expert's
+output on a token that did not visit it: the *probes*.
+
+One thing is held fixed: flipping an expert may change which groups a group-limited router picks. A pruned
+expert counts as entering when its group would be picked with it, but no other expert of the group moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rco.models.moe_routing import Routing, RoutingRule, choose_groups, group_scores
+
+__all__ = ["RoutingProbes"]
+
+
+@dataclass(frozen=True)
+class RoutingProbes:
+    """What a routing would have been with one expert flipped, for every token and expert.
+
+    Attributes:
+        rule: The router's decision.
+        keep: (experts,) booleans.
+        indices: (tokens, top_k) chosen experts.
+        mass: (tokens, experts) scores of all experts.
+        valid: (tokens, top_k) False for slots that a token's groups could not fill.
+        weakest: (tokens,) slot that an entering expert pushes out.
+        runner_tokens: (R,) tokens that have a survivor left beyond their choice.
+        runner_experts: (R,) that survivor.
+        enter_tokens: (P,) tokens that a pruned expert would enter.
+        enter_experts: (P,) that pruned expert.
+    """
+
+    rule: RoutingRule
+    keep: Tensor
+    indices: Tensor
+    mass: Tensor
+    valid: Tensor
+    weakest: Tensor
+    runner_tokens: Tensor
+    runner_experts: Tensor
+    enter_tokens: Tensor
+    enter_experts: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def find(cls, rule: RoutingRule, routing: Routing, correction: Tensor | None, keep: Tensor) -> RoutingProbes:
+        """Work out runner-ups and entering experts of a routing under ``keep``."""
+        indices, choice, mass = routing.indices, routing.choice, routing.mass
+        nothing = -torch.inf if rule.score in ("sigmoid", "logit") else 0.0
+        picked = choice.gather(-1, indices)
+        valid = picked > nothing
+        runner_value, runner = choice.scatter(-1, indices, nothing).max(dim=-1)
+        runner_tokens = (runner_value > nothing).nonzero().squeeze(-1)
+
+        rank = mass if correction is None else mass + correction
+        chosen_rank = rank.gather(-1, indices).masked_fill(~valid, -torch.inf)
+        lowest, weakest = chosen_rank.min(dim=-1)
+        enters = (rank > lowest.unsqueeze(-1)) & ~keep
+        if rule.grouped:
+            enters &= _group_opens(rule, rank, keep)
+        enter_tokens, enter_experts = enters.nonzero(as_tuple=True)
+        return cls(
+            rule, keep, indices, mass, valid, weakest,
+            runner_tokens, runner[runner_tokens], enter_tokens, enter_experts,
+        )  # fmt: skip
+
+    @property
+    def tokens(self) -> Tensor:
+        """Tokens of all probes, runner-ups first."""
+        return torch.cat([self.runner_tokens, self.enter_tokens])
+
+    @property
+    def experts(self) -> Tensor:
+        """Experts of all probes, runner-ups first."""
+        return torch.cat([self.runner_experts, self.enter_experts])
+
+    def gate_gradient(self, real: Tensor, probes: Tensor) -> Tensor:
+        """(experts,) gradient from ``<dL/dy, f>`` of the routing slots (tokens, top_k) and of the probes.
+
+        With masses r, a = <dL/dy, f> and N, D the sums over the chosen experts, the layer contributes
+        ``c N / D`` to the linearised loss; flipping an expert exchanges one term of N and of D.
+        """
+        rule, mass = self.rule, self.mass
+        real, probes = real.to(mass.dtype), probes.to(mass.dtype)
+        tokens = self.indices.shape[0]
+        r = mass.gather(-1, self.indices).masked_fill(~self.valid, 0.0)
+        terms = r * real
+        n = terms.sum(dim=-1)
+        survivors = rule.denominator == "survivors"
+        if rule.denominator == "selected":
+            d = r.sum(dim=-1)
+        elif survivors:
+            d = (mass * self.keep).sum(dim=-1)
+        else:
+            d = torch.ones_like(n)
+        now = _ratio(n, d)
+
+        # Kept and chosen: without it, the runner-up steps in.
+        runners = self.runner_tokens.shape[0]
+        stepping = mass.new_zeros(2, tokens)
+        runner_mass = mass[self.runner_tokens, self.runner_experts]
+        stepping[0, self.runner_tokens] = runner_mass
+        stepping[1, self.runner_tokens] = runner_mass * probes[:runners]
+        d_without = self._denominator(d.unsqueeze(-1), r, stepping[0].unsqueeze(-1))
+        without = _ratio(n.unsqueeze(-1) - terms + stepping[1].unsqueeze(-1), d_without)
+        change = (now.unsqueeze(-1) - without).masked_fill(~self.valid, 0.0)
+        gradient = mass.new_zeros(mass.shape[-1]).index_add_(0, self.indices.reshape(-1), change.reshape(-1))
+
+        # Pruned and entering: with it, the weakest of the chosen leaves.
+        at, who = self.enter_tokens, self.enter_experts
+        leaving = self.weakest[at].unsqueeze(-1)
+        r_new, r_old = mass[at, who], r[at].gather(-1, leaving).squeeze(-1)
+        n_with = n[at] - terms[at].gather(-1, leaving).squeeze(-1) + r_new * probes[runners:]
+        with_it = _ratio(n_with, self._denominator(d[at], r_old, r_new, entering=True))
+        gradient.index_add_(0, who, with_it - now[at])
+
+        if survivors:
+            # A softmax over all survivors also feels experts that it does not choose: they share its mass.
+            after = torch.where(self.keep, d.unsqueeze(-1) - mass, d.unsqueeze(-1) + mass)
+            shift = _ratio(n.unsqueeze(-1), after) - now.unsqueeze(-1)
+            shift = torch.where(self.keep, -shift, shift)
+            shift = shift.scatter(-1, self.indices, 0.0)
+            shift[at, who] = 0.0
+            gradient += shift.sum(dim=0)
+        return gradient * rule.scale
+
+    def _denominator(self, d: Tensor, leaves: Tensor, comes: Tensor, entering: bool = False) -> Tensor:
+        if self.rule.denominator == "selected":
+            return d - leaves + comes
+        if self.rule.denominator == "survivors":
+            return d + comes if entering else d - leaves
+        return d
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Quotient, and zero where nothing is left to divide by."""
+    gone = denominator <= torch.finfo(denominator.dtype).tiny
+    return (numerator / denominator.masked_fill(gone, 1.0)).masked_fill(gone, 0.0)
+
+
+def _group_opens(rule: RoutingRule, rank: Tensor, keep: Tensor) -> Tensor:
+    """(tokens, experts): would the group of a pruned expert be picked if the expert came back alone?"""
+    held = rank.masked_fill(~keep, -torch.inf)
+    scores = group_scores(rule, held, keep)
+    chosen = choose_groups(rule, scores)
+    bar = scores.masked_fill(~chosen, torch.inf).amin(dim=-1, keepdim=True)
+    member = rule.group_of(rank.device)
+    if rule.score == "softmax":
+        score = torch.maximum(scores[:, member], rank)
+    else:
+        best = group_scores(_best_only(rule), held, keep)[:, member]
+        # Two best of {first, second, newcomer}: the newcomer joins the first, or the pair stays as it is.
+        alone = best.isneginf()
+        score = torch.where(alone, rank, torch.maximum(scores[:, member], best + rank))
+    return chosen[:, member] | (score > bar)
+
+
+def _best_only(rule: RoutingRule) -> RoutingRule:
+    """The same groups, ranked by their best expert."""
+    return RoutingRule(rule.top_k, "softmax", rule.denominator, rule.scale, rule.group_sizes, rule.chosen_groups)

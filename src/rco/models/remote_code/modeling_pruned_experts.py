@@ -1,0 +1,117 @@
+"""Mixture-of-experts models whose layers keep different numbers of experts.
+
+The configuration names how many experts each decoder layer keeps (``num_experts_per_layer``, 0 for a dense
+layer) and, for routers that choose groups of experts first, how many of each group (``expert_group_sizes``).
+The stock model is built with the largest count and its routers and experts are cut to size before any weight
+is loaded; everything else is the stock implementation.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["PrunedExpertsMixin", "RaggedGroupsMixin", "fit_layer", "pruned_class"]
+
+ROUTER_NAMES = ("gate", "router")
+
+
+class PrunedExpertsMixin:
+    """Cuts routers and experts to the counts in the configuration."""
+
+    config: Any
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        counts = text.num_experts_per_layer
+        groups = getattr(text, "expert_group_sizes", None)
+        for name, block in self.named_modules():  # type: ignore[attr-defined]
+            router = next((getattr(block, n) for n in ROUTER_NAMES if hasattr(block, n)), None)
+            experts = getattr(block, "experts", None)
+            if not isinstance(router, nn.Module) or not isinstance(experts, nn.Module):
+                continue
+            layer = int(re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)[-1])
+            fit_layer(router, experts, counts[layer], groups[layer] if groups else None)
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # transformers decides this by reading the source of the class; the stock class is the one to read.
+        return bool(cls.__mro__[cls.__mro__.index(PrunedExpertsMixin) + 1]._can_set_experts_implementation())  # type: ignore[attr-defined]
+
+
+def fit_layer(router: Any, experts: Any, count: int, group_sizes: list[int] | None = None) -> None:
+    """Cut the router and the experts of one layer to ``count`` experts, keeping the first ones' values."""
+    before = router.weight.shape[0]
+    for module in (router, experts):
+        for name, tensor in list(module.named_parameters(recurse=False)) + list(module.named_buffers(recurse=False)):
+            if tensor.dim() == 0 or tensor.shape[0] != before:
+                continue
+            cut = tensor.detach()[:count].clone()
+            if isinstance(tensor, nn.Parameter):
+                module.register_parameter(name, nn.Parameter(cut, requires_grad=tensor.requires_grad))
+            else:
+                module.register_buffer(name, cut)
+        module.num_experts = count
+    if group_sizes is not None:
+        ragged_groups(router, group_sizes)
+
+
+def ragged_groups(router: Any, group_sizes: list[int]) -> None:
+    """Make a group-limited router choose among groups of different sizes."""
+    if not isinstance(router, RaggedGroupsMixin):
+        router.__class__ = _ragged_class(type(router))
+    router.group_sizes = tuple(int(size) for size in group_sizes)
+
+
+class RaggedGroupsMixin:
+    """A group-limited router over groups of different sizes.
+
+    A group is ranked by the experts it still has, a group without any is never chosen, and a token whose groups
+    hold fewer experts than it may visit uses those alone.
+    """
+
+    group_sizes: tuple[int, ...]
+
+    def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, weights and indices, as the stock router returns them."""
+        hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = F.linear(hidden.float(), self.weight.float())
+        correction = getattr(self, "e_score_correction_bias", None)
+        sigmoid = correction is not None
+        scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
+        choice = scores + correction if sigmoid else scores
+        sizes = list(self.group_sizes)
+        padded = torch.stack(
+            [F.pad(part, (0, max(sizes) - part.shape[-1]), value=-torch.inf) for part in choice.split(sizes, dim=-1)],
+            dim=1,
+        )
+        best = padded.topk(min(2 if sigmoid else 1, padded.shape[-1]), dim=-1).values
+        ranks = best[..., 0] + best[..., 1:].masked_fill(best[..., 1:].isneginf(), 0.0).sum(dim=-1)
+        chosen = torch.zeros_like(ranks, dtype=torch.bool).scatter_(
+            -1, torch.topk(ranks, self.topk_group, dim=-1).indices, True
+        )
+        inside = chosen.repeat_interleave(torch.tensor(sizes, device=chosen.device), dim=-1)
+        best_values, indices = torch.topk(choice.masked_fill(~inside, -torch.inf), self.top_k, dim=-1)
+        weights = scores.gather(-1, indices).masked_fill(best_values.isneginf(), 0.0)
+        if sigmoid and self.norm_topk_prob:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return logits, weights * self.routed_scaling_factor, indices
+
+
+@lru_cache(maxsize=None)
+def _ragged_class(router: type) -> type:
+    return type(f"Ragged{router.__name__}", (RaggedGroupsMixin, router), {})
+
+
+@lru_cache(maxsize=None)
+def pruned_class(stock: type) -> type:
+    """The class of models like ``stock`` whose layers keep different numbers of experts."""
+    if issubclass(stock, PrunedExpertsMixin):
+        return stock
+    return type(f"Pruned{stock.__name__}", (PrunedExpertsMixin, stock), {"__module__": __name__})
