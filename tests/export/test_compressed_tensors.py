@@ -389,6 +389,15 @@ def test_merged_modules_need_one_scheme():
     assert validate_for_engine(_config(free), "vllm") == []
 
 
+def test_nothing_is_written_that_the_engine_refuses(rtn, tmp_path):
+    loaded = wrap_model(tiny_model("llama"))
+    weights = packed_model(rtn, loaded, {"model.layers.0.self_attn.q_proj": Scheme(4)})
+    with pytest.raises(ExportError, match=r"vllm would not load this checkpoint: .*q_proj"):
+        EXPORTER.export(loaded, weights, tmp_path / "out", engine="vllm")
+    assert not list(tmp_path.iterdir())
+    EXPORTER.export(loaded, weights, tmp_path / "out", engine="transformers")
+
+
 def test_configs_of_other_hands():
     config = _config(_all(Scheme(4)))
     groups = config["quantization_config"]["config_groups"]

@@ -125,9 +125,7 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False, needed_bytes: int
         _sync(work)
         _put_in_place(work, out)
     except OSError as error:
-        raise ExportError(
-            f"Writing {out} failed: {error.strerror or error}. Nothing was left there."
-        ) from error
+        raise ExportError(f"Writing {out} failed: {error}. Nothing was left there.") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -211,7 +209,8 @@ def write_companions(loaded: LoadedModel, folder: Path, changes: Mapping[str, An
     content = {key: value for key, value in content.items() if value is not None or key not in changes}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(folder)
+        # Its own save_pretrained refuses settings that it accepted on loading.
+        model.generation_config.to_json_file(folder / "generation_config.json")
     if loaded.tokenizer is not None:
         loaded.tokenizer.save_pretrained(folder)
     if loaded.path is not None and "auto_map" in content:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rco.backends.accounting import DENSE, Scheme, allocation_tensors, distinct_state, scheme_of
 from rco.compressors.packing import PackedWeight, pack
 from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
+from rco.export.engines import validate_for_engine
 from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
@@ -41,6 +42,7 @@ class CompressedTensorsExporter:
         dtype: torch.dtype | None = None,
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
+        engine: str = "any",
     ) -> ExportSummary:
         """Write a model with packed weights.
 
@@ -51,9 +53,11 @@ class CompressedTensorsExporter:
             dtype: Type of everything unquantized; it must be the model's own, because a search has seen no other.
             max_shard_size: Data bytes per file.
             overwrite: Replace a folder that is not empty.
+            engine: Refuse what this engine would not load, before anything is written.
 
         Raises:
-            ExportError: The format cannot hold these weights, or the folder cannot be written.
+            ExportError: The format cannot hold these weights, the engine would not load them, or the folder
+                cannot be written.
         """
         loaded = resolve_source(source)
         if dtype not in (None, loaded.dtype):
@@ -75,9 +79,14 @@ class CompressedTensorsExporter:
                 return _PARTS[suffix](weights[linear])
             return _in_memory(stored, state[stored], loaded)
 
+        quantization = quantization_config(loaded, schemes)
+        described = {"model_type": loaded.layout.model_type, "quantization_config": quantization}
+        violations = validate_for_engine(described, engine)
+        if violations:
+            raise ExportError(f"{engine} would not load this checkpoint: {' '.join(violations)}")
         changes: dict[str, Any] = {
             "dtype": str(loaded.dtype).removeprefix("torch."),
-            "quantization_config": quantization_config(loaded, schemes),
+            "quantization_config": quantization,
         }
         if any(by_name[name].tied for name in weights):
             # The output layer becomes a tensor of its own beside the embedding.

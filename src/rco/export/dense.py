@@ -72,7 +72,10 @@ class DenseExporter:
             return dense.T if info.transposed else dense
 
         tensors = [TensorSpec(name, target(value), tuple(value.shape)) for name, value in state.items()]
-        changes: dict[str, Any] = {"dtype": str(dtype or kept).removeprefix("torch.")}
+        changes: dict[str, Any] = {
+            "dtype": str(dtype or kept).removeprefix("torch."),
+            "quantization_config": None,  # a GGUF model carries one
+        }
         if tied:
             changes["tie_word_embeddings"] = False
         needed = expected_bytes(tensors, max_shard_size)
