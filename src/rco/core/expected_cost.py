@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rco.core.exact import ExactArray
+from rco.core.manifold_kernels import local_cost
 from rco.core.problem import AllocationProblem
 
 __all__ = ["ExpectedCost", "LocalCost"]
@@ -47,6 +48,9 @@ class ExpectedCost:
         tolerance: (J,) accepted ``|C - B|``.
         blocks: (N,) block of each group, or None.
         forbidden: (N, K) booleans, or None where everything is allowed.
+        separable: Whether no group counts under two budgets.
+        order: (N,) groups, block by block.
+        offsets: (J + 1,) where each block begins in ``order``.
     """
 
     def __init__(self, problem: AllocationProblem, tol: float) -> None:
@@ -80,6 +84,11 @@ class ExpectedCost:
         self.tolerance = np.maximum(
             tol * np.abs(problem.float_budgets), _RESOLUTION * np.minimum(self.target, self.span)
         )
+        order = np.arange(problem.num_groups) if index is None else np.argsort(index, kind="stable")
+        ends = [problem.num_groups] if index is None else np.cumsum(np.bincount(index))
+        self.separable = problem.num_joint == 1
+        self.order = order
+        self.offsets = np.concatenate([[0], ends]).astype(np.int64)
         self._known: tuple[Tensor, LocalCost] | None = None
 
     @property
@@ -101,17 +110,7 @@ class ExpectedCost:
         """Sums (q, N) values of groups to one value per budget (J,)."""
         if self.blocks is None:
             return rows.sum(dim=1)
-        return rows.new_zeros(self.num_budgets).index_add_(0, self.blocks, rows[0])
-
-    def largest(self, rows: Tensor) -> Tensor:
-        """The largest of non-negative (q, N) values under each budget (J,)."""
-        if self.blocks is None:
-            return rows.amax(dim=1)
-        return rows.new_zeros(self.num_budgets).scatter_reduce_(0, self.blocks, rows[0], "amax")
-
-    def per_group(self, values: Tensor) -> Tensor:
-        """One value per budget (J,), shaped to multiply (q, N, K)."""
-        return values[:, None, None] if self.blocks is None else values[self.blocks, None]
+        return rows.new_zeros(self.num_budgets).index_add(0, self.blocks, rows[0])
 
     def value(self, masked: Tensor) -> Tensor:
         """Expected costs (J,) in the problem's units; differentiable."""
@@ -119,35 +118,33 @@ class ExpectedCost:
         return self.base + self.total((probabilities * self.costs).sum(dim=-1))
 
     def local(self, masked: Tensor) -> LocalCost:
-        """Expected cost and normal at a point; those of the latest retracted point are at hand."""
-        if self._known is not None and torch.equal(self._known[0], masked):
-            return self._known[1]
-        return self.evaluate(masked)
+        """Expected cost and normal at a point, kept for the next call: a step asks for them twice or more."""
+        if self._known is None or not torch.equal(self._known[0], masked):
+            self.remember(masked, self.evaluate(masked))
+        assert self._known is not None
+        return self._known[1]
 
     def evaluate(self, masked: Tensor) -> LocalCost:
-        """As :meth:`local`, computed."""
+        """As :meth:`local`, always computed."""
+        if self.separable:
+            normal = torch.empty_like(masked)
+            costs = self.costs[0].numpy()
+            totals = local_cost(masked.numpy(), costs, self.order, self.offsets, normal.numpy())
+            return LocalCost(normal[None], torch.from_numpy(totals))
         probabilities = torch.softmax(masked, dim=-1)
         expected = (probabilities * self.costs).sum(dim=-1, keepdim=True)
-        normal = probabilities * (self.costs - expected)
-        return LocalCost(normal, self.total(expected.squeeze(-1)))
+        return LocalCost(probabilities * (self.costs - expected), self.total(expected.squeeze(-1)))
 
     def remember(self, masked: Tensor, local: LocalCost) -> None:
-        """Keep what is known at a point: transport and the next projection ask for it again."""
+        """Keep what was computed at a point."""
         self._known = (masked.clone(), local)
 
     def shifted(self, base: Tensor, shift: np.ndarray) -> Tensor:
         """Logits moved by ``shift`` (J,) along the directions."""
-        if not shift.any():
-            return base
-        if self.blocks is not None:
-            return torch.addcmul(base, torch.from_numpy(shift)[self.blocks, None], self.directions[0])
-        if len(shift) == 1:
-            return torch.add(base, self.directions[0], alpha=float(shift[0]))
+        if self.separable:
+            per_group = shift[:1] if self.blocks is None else shift[self.blocks.numpy()]
+            return base + torch.from_numpy(per_group)[:, None] * self.directions[0]
         return base + (torch.from_numpy(shift) @ self.directions.flatten(1)).view_as(base)
-
-    def slope(self, local: LocalCost) -> Tensor:
-        """Derivatives (J,) of separable expected costs along their directions: ``sum_i w_i Var[d_i]``."""
-        return self.total((local.normal * self.directions).sum(dim=-1))
 
     def slack(self, local: LocalCost) -> Tensor:
         """``sqrt(B - C)`` (J,), zero where the budget is met to tolerance."""

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from rco.core.expected_cost import ExpectedCost
+from rco.core.manifold_kernels import project_rows
 from rco.core.problem import AllocationProblem, InfeasibleBudgetError
 from rco.core.retraction import JointShift, NoConvergenceError, SeparableShift
 
 __all__ = ["BudgetManifold"]
 
-_TINY = 1e-250  # squared norms below this have lost digits to underflow
-_RUNGS = 8  # renormalisations of the logits before a retraction gives up
+_RUNGS = 32  # renormalisations of the logits before a retraction gives up
 
 
 class BudgetManifold:
@@ -43,6 +43,7 @@ class BudgetManifold:
         softmax_evaluations: How many softmax evaluations all retractions so far have taken.
         retractions: How many retractions that were.
         last_iterations: Softmax evaluations of the latest retraction.
+        iterations_per_budget: The same for each budget (J,); blocks are solved independently.
 
     Raises:
         InfeasibleBudgetError: A budget is an end of its range, which finite logits only approach.
@@ -69,6 +70,7 @@ class BudgetManifold:
         self.softmax_evaluations = 0
         self.retractions = 0
         self.last_iterations = 0
+        self.iterations_per_budget = np.zeros(problem.num_budgets, dtype=np.int64)
         self._shape = (problem.num_groups, problem.num_options)
         self._one_budget = problem.block_ids is None and problem.num_joint == 1
         self._inequality = problem.sense == "<="
@@ -105,7 +107,7 @@ class BudgetManifold:
             raise TypeError(f"{name} must hold floating-point numbers, got {x.dtype}.")
         if x.device.type != "cpu":
             raise ValueError(f"{name} must be on the CPU, where budgets are kept in float64; got {x.device}.")
-        return x if x.dtype == torch.float64 else x.double()
+        return x.to(torch.float64).contiguous()
 
     def _logits(self, x: Tensor) -> Tensor:
         return self._cost.masked(self._point(x.detach()))
@@ -177,28 +179,26 @@ class BudgetManifold:
         v = self._point(v.detach(), "v")
         if cost.forbidden is not None:
             v = v.masked_fill(cost.forbidden, 0.0)
-        along = v.new_zeros(cost.num_budgets) if slack_component is None else slack_component.reshape(-1)
+        along = (
+            v.new_zeros(cost.num_budgets) if slack_component is None else slack_component.detach().reshape(-1)
+        )
         # The augmented normal is (n, 2s); without slack its last entry is zero.
         last = 2 * cost.slack(local) if self._inequality else torch.zeros_like(along)
-        if self.problem.num_joint == 1:
-            projected, along = self._project_separable(local.normal, last, v, along)
+        if cost.separable:
+            projected, moved = torch.empty_like(v), torch.empty_like(along)
+            project_rows(
+                local.normal[0].numpy(),
+                last.numpy(),
+                v.numpy(),
+                along.numpy(),
+                cost.order,
+                cost.offsets,
+                projected.numpy(),
+                moved.numpy(),
+            )
         else:
-            projected, along = _project_joint(local.normal, last, v, along)
-        return projected if slack_component is None else (projected, along.reshape(slack_component.shape))
-
-    def _project_separable(
-        self, normal: Tensor, last: Tensor, v: Tensor, along: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        cost = self._cost
-        squared = cost.total((normal * normal).sum(dim=-1)) + last * last
-        if bool((squared < _TINY).any()):
-            largest = torch.maximum(cost.largest(normal.abs().amax(dim=-1)), last)
-            factor = torch.where(largest > 0, 1 / largest.clamp_min(1e-307), 1.0)
-            normal, last = normal * cost.per_group(factor), last * factor
-            squared = cost.total((normal * normal).sum(dim=-1)) + last * last
-        inner = cost.total((normal * v).sum(dim=-1)) + last * along
-        coefficient = torch.where(squared > 0, inner / squared, 0.0)
-        return (v - cost.per_group(coefficient) * normal)[0], along - coefficient * last
+            projected, moved = _project_joint(local.normal, last, v, along)
+        return projected if slack_component is None else (projected, moved.reshape(slack_component.shape))
 
     @overload
     def transport(self, x: Tensor, v: Tensor, slack_component: None = None) -> Tensor: ...
@@ -229,31 +229,33 @@ class BudgetManifold:
         given = self._point(x.detach())
         base = cost.masked(given)
         solve: JointShift | SeparableShift
-        if self.problem.num_joint > 1:
-            solve = JointShift(cost, self._inequality)
-        else:
+        if cost.separable:
             solve = SeparableShift(cost, self._inequality, bisect=self.retraction == "bisection")
-        self.retractions += 1
+        else:
+            solve = JointShift(cost, self._inequality)
         try:
-            for _ in range(_RUNGS):
-                try:
-                    moved, local = solve(base)
-                    break
-                except NoConvergenceError as stop:
-                    self._check_finite(base)
-                    # Large logits lie too coarsely around the root. With each row's maximum moved to zero (the
-                    # softmax does not notice) the options that compete are resolved finely; go on from there.
-                    moved = cost.shifted(base, stop.best)
-                    base = moved - moved.amax(dim=-1, keepdim=True)
-            else:
-                raise self._unreached(base)
+            moved = self._descend(solve, base)
         finally:
-            self.last_iterations = solve.evaluations
-            self.softmax_evaluations += solve.evaluations
-        cost.remember(moved, local)
+            self.retractions += 1
+            self.iterations_per_budget = solve.used
+            self.last_iterations = int(solve.used.max())
+            self.softmax_evaluations += self.last_iterations
         if cost.forbidden is not None:
             return torch.where(cost.forbidden, given, moved)
         return given.clone() if moved is given else moved
+
+    def _descend(self, solve: JointShift | SeparableShift, base: Tensor) -> Tensor:
+        """Solve at the resolution of the logits as given, then at ever finer ones until that succeeds."""
+        for _ in range(_RUNGS):
+            try:
+                return solve(base)
+            except NoConvergenceError as stop:
+                self._check_finite(base)
+                # Large logits lie too coarsely around the root. With each row's maximum moved to zero (the softmax
+                # does not notice) the options that compete are resolved finely.
+                moved = self._cost.shifted(base, stop.best)
+                base = moved - moved.amax(dim=-1, keepdim=True)
+        raise self._unreached(base)
 
     def _check_finite(self, masked: Tensor) -> None:
         forbidden = self._cost.forbidden
@@ -269,8 +271,8 @@ class BudgetManifold:
         j = int(np.argmax(excess / cost.tolerance))
         return InfeasibleBudgetError(
             f"{cost.name(j)} ({float(self.problem.budgets[j]):.12g}) could not be reached: C - B stays at "
-            f"{residual[j]:.3e} where {cost.tolerance[j]:.3e} is allowed. Budgets that hold together only when some "
-            "group takes one option for certain are met by no finite logits; loosen that budget."
+            f"{residual[j]:.3e} where {cost.tolerance[j]:.3e} is allowed. Budgets that hold together only when "
+            "some group takes one option for certain are met by no finite logits; loosen that budget."
         )
 
 

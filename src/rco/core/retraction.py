@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core.expected_cost import ExpectedCost, LocalCost
+from rco.core.expected_cost import ExpectedCost
+from rco.core.manifold_kernels import retract_rows
 
 __all__ = [
     "JointPoint",
@@ -28,12 +29,10 @@ __all__ = [
     "NoConvergenceError",
     "SeparableShift",
     "solve_joint",
-    "solve_separable",
 ]
 
-_GROWTH = 4.0  # of the bracket or trust region per step while the root is not yet enclosed
-_SEPARABLE_LIMIT = 2000  # evaluations; doubling to the edge of float64 takes about 500
-_JOINT_LIMIT = 120
+_GROWTH = 4.0  # of the trust region after a step that it limited
+_JOINT_LIMIT = 120  # evaluations
 _DIRECT_LIMIT = 40  # evaluations of the joint solver before it damps the logits
 _PAPER_HALF_WIDTH = 50.0  # of the bisection's first bracket, in units of the costs (appendix A.2)
 
@@ -44,95 +43,6 @@ class NoConvergenceError(ArithmeticError):
     def __init__(self, best: np.ndarray) -> None:
         super().__init__("the retraction did not converge")
         self.best = best
-
-
-# ------------------------------------------------------------------------------------------- separable budgets
-
-
-def solve_separable(
-    evaluate: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
-    target: np.ndarray,
-    span: np.ndarray,
-    tolerance: np.ndarray,
-    bisect_from: np.ndarray | None = None,
-    first: tuple[np.ndarray, np.ndarray] | None = None,
-) -> np.ndarray:
-    """Solve ``C_j(t_j) = target_j`` for every j at once; each ``C_j`` rises from 0 to ``span_j``.
-
-    Args:
-        evaluate: Maps shifts (J,) to expected costs and their derivatives, both (J,).
-        target: Budgets, strictly between 0 and ``span`` where anything is to be solved.
-        span: Largest expected costs.
-        tolerance: Largest accepted ``|C_j - target_j|``.
-        bisect_from: Half width of the first bracket for plain bisection; None for safeguarded Newton.
-        first: What ``evaluate`` gives at zero, if that is known already.
-
-    Returns:
-        The shifts; ``evaluate`` was last called with exactly these.
-
-    Raises:
-        NoConvergenceError: The bracket shrank to neighbouring floats first.
-    """
-    shift = np.zeros_like(target)
-    enclosed_low = np.zeros(
-        target.shape, dtype=bool
-    )  # whether the bracket's ends are known to enclose the root
-    enclosed_high = np.zeros(target.shape, dtype=bool)
-    reach = np.ones_like(target) if bisect_from is None else bisect_from
-    low, high = shift - reach, shift + reach
-    previous = np.full_like(target, np.inf)
-
-    for _ in range(_SEPARABLE_LIMIT):
-        cost, slope = evaluate(shift) if first is None else first
-        first = None
-        residual = cost - target
-        size = np.abs(residual)
-        pending = ~(size <= tolerance)
-        if not pending.any():
-            return shift
-
-        above, below = pending & (residual > 0), pending & (residual < 0)
-        high, enclosed_high = np.where(above, shift, high), enclosed_high | above
-        low, enclosed_low = np.where(below, shift, low), enclosed_low | below
-        if bisect_from is None:
-            # Until it encloses the root, the bracket reaches a growing way beyond the last point.
-            low = np.where(above & ~enclosed_low, shift - reach, low)
-            high = np.where(below & ~enclosed_high, shift + reach, high)
-            following = _log_odds_step(shift, residual, slope, target, span)
-            inside = (following > low) & (following < high)
-            # A step to the far side of an end not yet verified goes to that end and moves it further.
-            outward = np.where(above & ~enclosed_low, low, np.where(below & ~enclosed_high, high, np.nan))
-            middle = np.where(np.isnan(outward), low + 0.5 * (high - low), outward)
-            converging = (size <= 0.5 * previous) | ~np.isnan(outward)
-            following = np.where(inside & converging, following, middle)
-            reach = np.where(np.isnan(outward), reach, _GROWTH * reach)
-        else:
-            following = low + 0.5 * (high - low)
-            stuck = (following == low) | (following == high)
-            widen_low, widen_high = pending & stuck & ~enclosed_low, pending & stuck & ~enclosed_high
-            if (widen_low | widen_high).any():
-                reach = np.where(widen_low | widen_high, _GROWTH * reach, reach)
-                low, high = np.where(widen_low, low - reach, low), np.where(widen_high, high + reach, high)
-                following = low + 0.5 * (high - low)
-
-        collapsed = pending & enclosed_low & enclosed_high & ((following == low) | (following == high))
-        if collapsed.any() or not np.isfinite(np.where(pending, following, 0.0)).all():
-            raise NoConvergenceError(shift)
-        previous = size
-        shift = np.where(pending, following, shift)
-    raise NoConvergenceError(shift)
-
-
-def _log_odds_step(
-    shift: np.ndarray, residual: np.ndarray, slope: np.ndarray, target: np.ndarray, span: np.ndarray
-) -> np.ndarray:
-    """A Newton step on ``log(C / (span - C))``, which is nearly linear in t where ``C`` itself is exponential."""
-    room = span - target
-    with np.errstate(all="ignore"):
-        cost = target + residual
-        gap = np.log1p(residual / target) - np.log1p(-residual / room)
-        step: np.ndarray = shift - gap * cost * (span - cost) / (slope * span)
-    return step
 
 
 # ----------------------------------------------------------------------------------------------- joint budgets
@@ -251,36 +161,40 @@ class SeparableShift:
         bisect: Whether to bisect as the paper does; what that leaves unsolved, Newton finishes.
 
     Attributes:
-        evaluations: Softmax evaluations so far.
+        used: Softmax evaluations so far, per budget.
     """
 
     def __init__(self, cost: ExpectedCost, inequality: bool, bisect: bool = False) -> None:
         self.cost = cost
         self.inequality = inequality
-        self.half_width = _PAPER_HALF_WIDTH * cost.scale if bisect else None
-        self.target = cost.target
-        self.evaluations = 0
+        self.bisect = bisect
+        self.target = cost.target.copy()
+        self.used = np.zeros(cost.num_budgets, dtype=np.int64)
 
-    def __call__(self, base: Tensor) -> tuple[Tensor, LocalCost]:
-        """The shifted logits and the expected cost there."""
+    def __call__(self, base: Tensor) -> Tensor:
+        """The shifted logits."""
         cost = self.cost
-        reached: tuple[Tensor, LocalCost] = (base, LocalCost(base, base))
-
-        def evaluate(shift: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            nonlocal reached
-            self.evaluations += 1
-            moved = cost.shifted(base, shift)
-            reached = (moved, cost.evaluate(moved))
-            return reached[1].expected.numpy(), cost.slope(reached[1]).numpy()
-
-        first = None
-        if self.evaluations == 0 and self.inequality:
-            first = evaluate(np.zeros_like(self.target))
-            # A budget that is not exceeded is met as it stands: it asks for the cost it has.
-            self.target = np.minimum(self.target, first[0])
-        half_width, self.half_width = self.half_width, None
-        solve_separable(evaluate, self.target, cost.span, 0.5 * cost.tolerance, half_width, first)
-        return reached
+        moved, shift = torch.empty_like(base), np.zeros(cost.num_budgets)
+        converged = retract_rows(
+            base.numpy(),
+            cost.costs[0].numpy(),
+            cost.directions[0].numpy(),
+            cost.order,
+            cost.offsets,
+            self.target,
+            cost.span,
+            0.5 * cost.tolerance,
+            _PAPER_HALF_WIDTH * cost.scale,
+            self.inequality,
+            self.bisect,
+            moved.numpy(),
+            shift,
+            self.used,
+        )
+        if not converged:
+            self.bisect = False
+            raise NoConvergenceError(shift)
+        return moved if shift.any() else base
 
 
 class JointShift:
@@ -289,20 +203,21 @@ class JointShift:
     def __init__(self, cost: ExpectedCost, inequality: bool) -> None:
         self.cost = cost
         self.upper = np.full(cost.num_budgets, 0.0 if inequality else np.inf)
-        self.evaluations = 0
+        self.used = np.zeros(cost.num_budgets, dtype=np.int64)
 
-    def __call__(self, base: Tensor) -> tuple[Tensor, LocalCost]:
-        """The shifted logits and the expected cost there."""
+    def __call__(self, base: Tensor) -> Tensor:
+        """The shifted logits."""
         cost = self.cost
         tolerance = 0.5 * cost.tolerance / cost.scale
-        reached: tuple[Tensor, LocalCost] = (base, LocalCost(base, base))
+        moved = base
 
         def evaluate(shift: np.ndarray, factor: float = 1.0) -> JointPoint:
-            nonlocal reached
-            self.evaluations += 1
-            moved = cost.shifted(base if factor == 1.0 else base * factor, shift)
+            nonlocal moved
+            self.used += 1
+            damped = base if factor == 1.0 else base * factor
+            moved = cost.shifted(damped, shift) if shift.any() else damped
             local = cost.evaluate(moved)
-            reached = (moved, local)
+            cost.remember(moved, local)
             hessian = (local.normal.flatten(1) @ cost.directions.flatten(1).T).numpy() / cost.scale[:, None]
             value = float(torch.logsumexp(moved, dim=-1) @ cost.weights)
             return JointPoint(
@@ -314,18 +229,18 @@ class JointShift:
         try:
             solve_joint(evaluate, np.zeros_like(tolerance), tolerance, self.upper, limit=_DIRECT_LIMIT)
         except NoConvergenceError:
-            if not torch.isfinite(reached[1].expected).all():
-                raise
             self._by_continuation(base, evaluate, tolerance)
-        return reached
+        return moved
 
     def _by_continuation(
         self, base: Tensor, evaluate: Callable[..., JointPoint], tolerance: np.ndarray
     ) -> None:
         """Solve for damped logits first, where the costs vary smoothly, then for ever less damped ones."""
         finite = base if self.cost.forbidden is None else base.masked_fill(self.cost.forbidden, 0.0)
-        factor = min(1.0, 4.0 / max(float(finite.abs().amax()), 1e-300))
         shift = np.zeros_like(tolerance)
+        if not torch.isfinite(finite).all():
+            raise NoConvergenceError(shift)
+        factor = min(1.0, 4.0 / max(float(finite.abs().amax()), 1e-300))
         while factor < 1.0:
             try:
                 damped = partial(evaluate, factor=factor)
