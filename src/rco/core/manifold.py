@@ -21,8 +21,6 @@ from rco.core.retraction import JointShift, NoConvergenceError, SeparableShift
 
 __all__ = ["BudgetManifold"]
 
-_RUNGS = 32  # renormalisations of the logits before a retraction gives up
-
 
 class BudgetManifold:
     """The logits whose expected cost equals the budget, or with ``sense="<="`` does not exceed it.
@@ -222,7 +220,8 @@ class BudgetManifold:
         Under ``"<="`` only budgets that are exceeded shift anything.
 
         Raises:
-            ValueError: ``x`` holds NaN or infinite entries at allowed options.
+            ValueError: ``x`` holds NaN or infinity at an allowed option. (Minus infinity, a probability of zero, is
+                let through where the budget can be met all the same.)
             InfeasibleBudgetError: A budget could not be met; the message names it.
         """
         cost = self._cost
@@ -246,7 +245,7 @@ class BudgetManifold:
 
     def _descend(self, solve: JointShift | SeparableShift, base: Tensor) -> Tensor:
         """Solve at the resolution of the logits as given, then at ever finer ones until that succeeds."""
-        for _ in range(_RUNGS):
+        for _ in range(solve.attempts):
             try:
                 return solve(base)
             except NoConvergenceError as stop:

@@ -153,7 +153,7 @@ def _trust_step(
 class SeparableShift:
     """One retraction under one budget or separable blocks.
 
-    Called again, from a base that is finer resolved, if the first call does not converge.
+    Called again, from a base that is finer resolved, if the first call does not converge; at most ``attempts`` times.
 
     Args:
         cost: The expected cost.
@@ -163,6 +163,8 @@ class SeparableShift:
     Attributes:
         used: Softmax evaluations so far, per budget.
     """
+
+    attempts = 32  # each resolves another sixteen decades of the logits
 
     def __init__(self, cost: ExpectedCost, inequality: bool, bisect: bool = False) -> None:
         self.cost = cost
@@ -191,14 +193,16 @@ class SeparableShift:
             shift,
             self.used,
         )
+        self.bisect = self.inequality = False  # a further call knows which budgets bind, and goes by Newton
         if not converged:
-            self.bisect = False
             raise NoConvergenceError(shift)
         return moved if shift.any() else base
 
 
 class JointShift:
     """One retraction under q joint budgets; arguments and use as of :class:`SeparableShift`."""
+
+    attempts = 6
 
     def __init__(self, cost: ExpectedCost, inequality: bool) -> None:
         self.cost = cost
