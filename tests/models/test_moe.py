@@ -39,7 +39,9 @@ def test_route_reproduces_the_router(name):
         def spread(w, i, count=layer.num_experts):
             return torch.zeros(64, count).scatter_add(-1, i, w.float())
 
-        torch.testing.assert_close(spread(mine.weights, mine.indices), spread(weights, indices), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            spread(mine.weights, mine.indices), spread(weights, indices), rtol=1e-6, atol=1e-7
+        )
 
 
 def test_dense_model_and_unknown_type_say_so():
@@ -48,7 +50,7 @@ def test_dense_model_and_unknown_type_say_so():
             vocab_size=97, hidden_size=32, num_attention_heads=4, intermediate_size=32, num_hidden_layers=1
         )
     )
-    with pytest.raises(UnsupportedMoEError, match="llama.*expert pruning knows.*qwen3_moe"):
+    with pytest.raises(UnsupportedMoEError, match=r"llama.*expert pruning knows.*qwen3_moe"):
         moe_layers(dense)
     all_dense = tiny_moe("qwen3_moe", mlp_only_layers=[0, 1, 2])
     with pytest.raises(UnsupportedMoEError, match="every layer is dense"):
@@ -74,13 +76,16 @@ def test_pruned_model_equals_masked_model(name, seed):
             gates.set_gates(masks)
             masked = model(tokens).logits
         pruned = prune_experts(model, masks)
-        torch.testing.assert_close(pruned(tokens).logits, masked, rtol=0, atol=2e-5 * float(masked.abs().max()))
+        torch.testing.assert_close(
+            pruned(tokens).logits, masked, rtol=0, atol=2e-5 * float(masked.abs().max())
+        )
         full = model(tokens).logits
     assert not torch.allclose(full, masked, atol=1e-3)
     for layer, mask in zip(moe_layers(pruned), masks, strict=True):
         assert layer.num_experts == int(mask.sum())
         assert all(
-            tensor.shape[0] == layer.num_experts for tensor in (*layer.experts.parameters(), *layer.router.parameters())
+            tensor.shape[0] == layer.num_experts
+            for tensor in (*layer.experts.parameters(), *layer.router.parameters())
         )
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key])
@@ -104,7 +109,7 @@ def test_masks_of_another_model_and_broken_floors_are_refused():
         split_keep(layers, torch.ones(24))
     with pytest.raises(ValueError, match="expected lengths"):
         split_keep(layers, [torch.ones(8), torch.ones(9)])
-    with pytest.raises(ValueError, match="keep 2 of 8 experts.*picks 3"):
+    with pytest.raises(ValueError, match=r"keep 2 of 8 experts.*picks 3"):
         split_keep(layers, [torch.ones(8), torch.tensor([1, 1, 0, 0, 0, 0, 0, 0])])
 
 
@@ -116,4 +121,7 @@ def test_plan_knows_what_a_stock_checkpoint_can_say():
     assert "different numbers" in keep_plan(model, [ragged, ragged]).stock_obstacle
     lone = torch.tensor([1, 0, 0, 0] * 4).bool()
     assert "one expert each" in keep_plan(model, [lone, lone]).stock_obstacle
-    assert "different numbers" in keep_plan(tiny_moe("mixtral"), [torch.arange(6) < c for c in (3, 4, 5)]).stock_obstacle
+    assert (
+        "different numbers"
+        in keep_plan(tiny_moe("mixtral"), [torch.arange(6) < c for c in (3, 4, 5)]).stock_obstacle
+    )

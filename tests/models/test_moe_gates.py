@@ -18,7 +18,9 @@ def expert_output(layer, expert, hidden):
     if layer.architecture.model_type == "gpt_oss":
         both = hidden @ m.gate_up_proj[expert] + m.gate_up_proj_bias[expert]
         gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(-7.0, 7.0)
-        return ((up + 1) * gate * torch.sigmoid(1.702 * gate)) @ m.down_proj[expert] + m.down_proj_bias[expert]
+        return ((up + 1) * gate * torch.sigmoid(1.702 * gate)) @ m.down_proj[expert] + m.down_proj_bias[
+            expert
+        ]
     gate, up = F.linear(hidden, m.gate_up_proj[expert]).chunk(2, dim=-1)
     return F.linear(F.silu(gate) * up, m.down_proj[expert])
 
@@ -84,7 +86,9 @@ def test_scale_gradient_matches_autograd_of_a_slow_reference(name):
             hidden = torch.randn(24, 32, dtype=torch.float64, requires_grad=True)
             seed = torch.randn(24, 32, dtype=torch.float64)
             scale = torch.rand(layer.num_experts, dtype=torch.float64).requires_grad_()
-            expected = torch.autograd.grad((slow_layer(layer, hidden, scale=scale) * seed).sum(), [hidden, scale])
+            expected = torch.autograd.grad(
+                (slow_layer(layer, hidden, scale=scale) * seed).sum(), [hidden, scale]
+            )
             gates.set_gates([scale if i == index else torch.ones(n) for i, n in enumerate(gates.counts)])
             out = run_block(layer, hidden)
             torch.testing.assert_close(out, slow_layer(layer, hidden, scale=scale))
@@ -142,8 +146,8 @@ def grouped_flip(layer, hidden, g, mask, expert):
         kept = {e for e in range(layer.num_experts) if mask[e]}
 
         def open_groups(kept, rank=rank):
-            def score(group):
-                values = sorted((float(rank[e]) for e in members[group] if e in kept), reverse=True)
+            def score(which, kept=kept, rank=rank):
+                values = sorted([float(rank[e]) for e in set(members[which]) & kept], reverse=True)
                 return sum(values[: 2 if sigmoid else 1]) if values else -float("inf")
 
             return sorted(range(len(members)), key=score, reverse=True)[: rule.chosen_groups]
@@ -242,10 +246,17 @@ class UnfusedExpert(nn.Module):
     def __init__(self, up, down):
         super().__init__()
         inner = up.shape[0] // 2
-        self.gate_proj, self.up_proj = nn.Linear(up.shape[1], inner, False), nn.Linear(up.shape[1], inner, False)
+        self.gate_proj, self.up_proj = (
+            nn.Linear(up.shape[1], inner, False),
+            nn.Linear(up.shape[1], inner, False),
+        )
         self.down_proj = nn.Linear(inner, down.shape[0], False)
         self.act_fn = nn.SiLU()
-        for linear, value in ((self.gate_proj, up[:inner]), (self.up_proj, up[inner:]), (self.down_proj, down)):
+        for linear, value in (
+            (self.gate_proj, up[:inner]),
+            (self.up_proj, up[inner:]),
+            (self.down_proj, down),
+        ):
             linear.weight = nn.Parameter(value.detach().clone())
 
     def forward(self, hidden):
@@ -261,7 +272,8 @@ class UnfusedBlock(nn.Module):
         self.gate = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
         self.gate.weight = nn.Parameter(weight.detach().clone())
         self.experts = nn.ModuleList(
-            UnfusedExpert(up, down) for up, down in zip(block.experts.gate_up_proj, block.experts.down_proj, strict=True)
+            UnfusedExpert(up, down)
+            for up, down in zip(block.experts.gate_up_proj, block.experts.down_proj, strict=True)
         )
         self.shared_expert, self.shared_expert_gate = block.shared_expert, block.shared_expert_gate
 

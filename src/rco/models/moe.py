@@ -76,7 +76,9 @@ class MoEArchitecture:
 
 
 def _row(name: str, camel: str, count: str, **extra: Any) -> MoEArchitecture:
-    return MoEArchitecture(name, f"transformers.models.{name}.modeling_{name}:{camel}ForCausalLM", count, **extra)
+    return MoEArchitecture(
+        name, f"transformers.models.{name}.modeling_{name}:{camel}ForCausalLM", count, **extra
+    )
 
 
 _QWEN_SHARED = {"shared": "shared_expert", "shared_gate": "shared_expert_gate"}
@@ -184,7 +186,7 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
     config: Any = model.config
     row = moe_architecture(config)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = []
+    found: list[MoELayer] = []
     for name, block in model.named_modules():
         router, experts = getattr(block, row.router, None), getattr(block, row.experts, None)
         if isinstance(router, nn.Module) and isinstance(experts, nn.Module):
@@ -204,7 +206,13 @@ def set_num_experts(config: Any, count: int) -> None:
 
 
 def _layer(
-    index: int, name: str, block: nn.Module, router: nn.Module, experts: nn.Module, config: Any, row: MoEArchitecture
+    index: int,
+    name: str,
+    block: nn.Module,
+    router: nn.Module,
+    experts: nn.Module,
+    config: Any,
+    row: MoEArchitecture,
 ) -> MoELayer:
     weight: Any = router.weight
     count = int(weight.shape[0])
@@ -214,7 +222,9 @@ def _layer(
     # The number of the decoder layer is the last number of the path: layers.3.mlp -> 3.
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
     rule = _rule(router, count, config, row)
-    return MoELayer(index, int(numbers[-1]) if numbers else index, name, block, router, experts, count, rule, row)
+    return MoELayer(
+        index, int(numbers[-1]) if numbers else index, name, block, router, experts, count, rule, row
+    )
 
 
 def _rule(router: nn.Module, count: int, config: Any, row: MoEArchitecture) -> RoutingRule:

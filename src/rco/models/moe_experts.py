@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ExpertPairs", "ExpertWeights", "PairedExperts", "expert_weights", "grouped_linear", "pair_outputs"]
+__all__ = [
+    "ExpertPairs",
+    "ExpertWeights",
+    "PairedExperts",
+    "expert_weights",
+    "grouped_linear",
+    "pair_outputs",
+]
 
 _UNFUSED_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
@@ -87,7 +94,8 @@ def _stack(experts: nn.ModuleList) -> ExpertWeights:
 
     def activate(both: Tensor) -> Tensor:
         gate, rise = both.chunk(2, dim=-1)
-        return activation(gate) * rise
+        out: Tensor = activation(gate) * rise
+        return out
 
     return ExpertWeights(up.transpose(1, 2), down.transpose(1, 2), None, None, activate)
 
@@ -102,7 +110,11 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """
     rows = rows.to(weight.dtype)
     kernel = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-    if kernel is not None and weight.dtype in (torch.float32, torch.bfloat16, torch.float16) and _aligned(rows, weight):
+    if (
+        kernel is not None
+        and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and _aligned(rows, weight)
+    ):
         result: Tensor = kernel(rows, weight, offs=ends)
         return result
     # Dtypes and layouts that the grouped kernel does not take (float64 in tests, odd widths).
@@ -148,7 +160,11 @@ class ExpertPairs:
 
     @classmethod
     def build(
-        cls, indices: Tensor, num_experts: int, probe_tokens: Tensor | None = None, probe_experts: Tensor | None = None
+        cls,
+        indices: Tensor,
+        num_experts: int,
+        probe_tokens: Tensor | None = None,
+        probe_experts: Tensor | None = None,
     ) -> ExpertPairs:
         """Sort the pairs of a routing (tokens, top_k) and of optional probes by expert."""
         top_k, slots = indices.shape[1], indices.numel()
@@ -157,7 +173,8 @@ class ExpertPairs:
         probed = probe_tokens is not None and probe_experts is not None and probe_tokens.numel() > 0
         real_ends = _run_ends(experts, num_experts)
         if probed:
-            assert probe_tokens is not None and probe_experts is not None
+            assert probe_tokens is not None
+            assert probe_experts is not None
             experts, tokens = torch.cat([experts, probe_experts]), torch.cat([tokens, probe_tokens])
         ordered, order = torch.sort(experts, stable=True)
         ends = _run_ends(ordered, num_experts) if probed else real_ends
@@ -216,7 +233,9 @@ class PairedExperts(torch.autograd.Function):
     ) -> Tensor:
         """See the class."""
         risen = _rise(hidden, pairs, weights)
-        outputs = _lower(weights.activate(pairs.pick(risen)), pairs.pick(pairs.experts), pairs.real_ends, weights)
+        outputs = _lower(
+            weights.activate(pairs.pick(risen)), pairs.pick(pairs.experts), pairs.real_ends, weights
+        )
         slot_weights = routing_weights.reshape(-1)[pairs.pick(pairs.order)]
         ctx.save_for_backward(risen, slot_weights)
         ctx.pairs, ctx.weights, ctx.gate_gradient = pairs, weights, gate_gradient
@@ -255,7 +274,9 @@ class PairedExperts(torch.autograd.Function):
 
         grad_hidden = grad_gates = None
         if ctx.needs_input_grad[0]:
-            (grad_risen,) = torch.autograd.grad(inner, leaf, pairs.pick(q) * slot_weights.unsqueeze(-1).to(q.dtype))
+            (grad_risen,) = torch.autograd.grad(
+                inner, leaf, pairs.pick(q) * slot_weights.unsqueeze(-1).to(q.dtype)
+            )
             rows = grouped_linear(grad_risen, weights.up.transpose(1, 2), pairs.real_ends)
             grad_hidden = pairs.unsort(rows).view(*shape, -1).sum(dim=1).to(hidden_dtype)
         if ctx.needs_input_grad[2]:

@@ -21,6 +21,8 @@ GateMode = Literal["deployed", "scale"]
 # Straight-through gates are sums of floats that should be 0 or 1; further away than this they are not.
 _BINARY_TOLERANCE = 1e-3
 
+_paired: Callable[..., Tensor] = PairedExperts.apply
+
 
 class ExpertGates:
     """Handle on the gates of a model's experts, layer after layer in one vector.
@@ -70,7 +72,7 @@ class ExpertGates:
                     f"gates have shape {tuple(keep.shape)}; this model has {len(self.counts)} sparse layers with "
                     f"{self.num_gates} experts together, so the shape must be ({self.num_gates},)"
                 )
-            return keep.split(self.counts)
+            return list(torch.split(keep, list(self.counts)))
         shapes = [tuple(part.shape) for part in keep]
         if shapes != [(count,) for count in self.counts]:
             raise ValueError(f"gates per layer have shapes {shapes}; expected lengths {list(self.counts)}")
@@ -188,11 +190,9 @@ class _LayerGates:
         if differentiated and gate is not None and routing is not None and self.keep is not None:
             probes = RoutingProbes.find(self.layer.rule, routing, self.layer.correction, self.keep)
             pairs = ExpertPairs.build(indices, self.layer.num_experts, probes.tokens, probes.experts)
-            out: Tensor = PairedExperts.apply(hidden, weights, gate, pairs, self.weights, probes.gate_gradient)
-            return out
+            return _paired(hidden, weights, gate, pairs, self.weights, probes.gate_gradient)
         pairs = ExpertPairs.build(indices, self.layer.num_experts)
-        out = PairedExperts.apply(hidden, weights, None, pairs, self.weights, None)
-        return out
+        return _paired(hidden, weights, None, pairs, self.weights, None)
 
 
 def _override(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> Callable[..., Any]:

@@ -57,7 +57,9 @@ class RoutingProbes:
 
     @classmethod
     @torch.no_grad()
-    def find(cls, rule: RoutingRule, routing: Routing, correction: Tensor | None, keep: Tensor) -> RoutingProbes:
+    def find(
+        cls, rule: RoutingRule, routing: Routing, correction: Tensor | None, keep: Tensor
+    ) -> RoutingProbes:
         """Work out runner-ups and entering experts of a routing under ``keep``."""
         indices, choice, mass = routing.indices, routing.choice, routing.mass
         nothing = -torch.inf if rule.score in ("sigmoid", "logit") else 0.0
@@ -171,4 +173,6 @@ def _group_opens(rule: RoutingRule, rank: Tensor, keep: Tensor) -> Tensor:
 
 def _best_only(rule: RoutingRule) -> RoutingRule:
     """The same groups, ranked by their best expert."""
-    return RoutingRule(rule.top_k, "softmax", rule.denominator, rule.scale, rule.group_sizes, rule.chosen_groups)
+    return RoutingRule(
+        rule.top_k, "softmax", rule.denominator, rule.scale, rule.group_sizes, rule.chosen_groups
+    )

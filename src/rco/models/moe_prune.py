@@ -51,7 +51,7 @@ def split_keep(layers: Sequence[MoELayer], keep: Tensor | Sequence[Tensor]) -> l
                 f"mask has shape {tuple(keep.shape)}; the model has {len(counts)} sparse layers with {sum(counts)} "
                 f"experts together, so the shape must be ({sum(counts)},). Was it made for another model?"
             )
-        keep = keep.split(counts)
+        keep = list(torch.split(keep, counts))
     if [tuple(part.shape) for part in keep] != [(count,) for count in counts]:
         raise ValueError(
             f"masks per layer have shapes {[tuple(part.shape) for part in keep]}; expected lengths {counts}. "
@@ -76,13 +76,13 @@ def keep_plan(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> KeepPlan:
     sizes = None
     if grouped:
         sizes = tuple(
-            tuple(int(part.sum()) for part in mask.split(list(layer.rule.group_sizes)))
+            tuple(int(part.sum()) for part in torch.split(mask, list(layer.rule.group_sizes)))
             for layer, mask in zip(layers, masks, strict=True)
         )
     return KeepPlan(kept, sizes, _stock_obstacle(layers, kept, sizes), _pad_obstacle(layers, sizes))
 
 
-def prune_experts(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> nn.Module:
+def prune_experts(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> Any:
     """A model without the pruned experts; every tensor that pruning leaves alone is shared with ``model``.
 
     The same count in every layer gives the stock class with a smaller count in its configuration. Different
@@ -107,11 +107,11 @@ def prune_experts(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> nn.Modul
             ragged_groups(layer.router, list(sizes))
         text.expert_group_sizes = groups
     text.num_experts_per_layer = per_layer
-    new.__class__ = pruned_class(type(new))
+    new.__class__ = pruned_class(new.__class__)
     return new
 
 
-def pad_experts(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> nn.Module:
+def pad_experts(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> Any:
     """Like :func:`prune_experts`, with every layer (and group) filled to one count by slots that never win.
 
     A filled slot has a router row of zeros, expert weights of zero and a constant in its router so low that no
@@ -128,7 +128,7 @@ def pad_experts(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> nn.Module:
     widest = max(size for sizes in group_sizes for size in sizes)
     for layer, kept, sizes in zip(layers, plan.kept, group_sizes, strict=True):
         slots = torch.full((len(sizes), widest), -1)
-        for slot, members in zip(slots, torch.tensor(kept).split(list(sizes)), strict=True):
+        for slot, members in zip(slots, torch.split(torch.tensor(kept), list(sizes)), strict=True):
             slot[: len(members)] = members
         _take(layer, slots.reshape(-1))
     set_num_experts(new.config, widest * len(group_sizes[0]))
@@ -215,8 +215,8 @@ def _pad_obstacle(layers: Sequence[MoELayer], sizes: Sequence[Sequence[int]] | N
         return (
             f"{row.model_type} routers have no bias: the logit of a padded slot is a linear function of the hidden "
             "state, which changes sign with it, so no router row can lose for every token. Export with per-layer "
-            "counts instead (loads with the remote code in the checkpoint and with the vLLM plugin), or search with "
-            "the same count in every layer"
+            "counts instead (loads with the remote code in the checkpoint and with the vLLM plugin), or search "
+            "with the same count in every layer"
         )
     if sizes is None:
         return None

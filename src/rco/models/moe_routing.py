@@ -101,7 +101,9 @@ def route(
     return Routing(indices, _scaled(weights, rule), choice.detach(), mass)
 
 
-def _route_sigmoid(rule: RoutingRule, logits: Tensor, correction: Tensor | None, gone: Tensor | None) -> Routing:
+def _route_sigmoid(
+    rule: RoutingRule, logits: Tensor, correction: Tensor | None, gone: Tensor | None
+) -> Routing:
     scores = torch.sigmoid(logits)
     choice = scores.detach() if correction is None else scores.detach() + correction
     if gone is not None:
@@ -156,7 +158,8 @@ def _by_group(rule: RoutingRule, values: Tensor) -> Tensor:
     parts = torch.split(values, list(sizes), dim=-1)
     filler = False if values.dtype == torch.bool else -torch.inf
     return torch.stack(
-        [torch.nn.functional.pad(part, (0, max(sizes) - part.shape[-1]), value=filler) for part in parts], dim=1
+        [torch.nn.functional.pad(part, (0, max(sizes) - part.shape[-1]), value=filler) for part in parts],
+        dim=1,
     )
 
 

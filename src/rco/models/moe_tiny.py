@@ -129,7 +129,13 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": (
         "GptOssConfig",
-        {"intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 8},
+        {
+            "intermediate_size": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     ),
 }
 TINY_MOE_NAMES = tuple(_SETTINGS)
@@ -150,7 +156,8 @@ def tiny_moe(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **cha
     config = getattr(transformers, cls)(**{**_COMMON, **settings, **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+        build: Any = transformers.AutoModelForCausalLM.from_config
+        model: nn.Module = build(config).to(dtype).eval()
         with torch.no_grad():
             for key, buffer in model.named_buffers():
                 if key.endswith("e_score_correction_bias"):

@@ -9,7 +9,7 @@ is loaded; everything else is the stock implementation.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class PrunedExpertsMixin:
     config: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         counts = text.num_experts_per_layer
         groups = getattr(text, "expert_group_sizes", None)
@@ -49,7 +49,9 @@ def fit_layer(router: Any, experts: Any, count: int, group_sizes: list[int] | No
     """Cut the router and the experts of one layer to ``count`` experts, keeping the first ones' values."""
     before = router.weight.shape[0]
     for module in (router, experts):
-        for name, tensor in list(module.named_parameters(recurse=False)) + list(module.named_buffers(recurse=False)):
+        for name, tensor in list(module.named_parameters(recurse=False)) + list(
+            module.named_buffers(recurse=False)
+        ):
             if tensor.dim() == 0 or tensor.shape[0] != before:
                 continue
             cut = tensor.detach()[:count].clone()
@@ -65,7 +67,7 @@ def fit_layer(router: Any, experts: Any, count: int, group_sizes: list[int] | No
 def ragged_groups(router: Any, group_sizes: list[int]) -> None:
     """Make a group-limited router choose among groups of different sizes."""
     if not isinstance(router, RaggedGroupsMixin):
-        router.__class__ = _ragged_class(type(router))
+        router.__class__ = _ragged_class(router.__class__)
     router.group_sizes = tuple(int(size) for size in group_sizes)
 
 
@@ -85,10 +87,13 @@ class RaggedGroupsMixin:
         correction = getattr(self, "e_score_correction_bias", None)
         sigmoid = correction is not None
         scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
-        choice = scores + correction if sigmoid else scores
+        choice = scores if correction is None else scores + correction
         sizes = list(self.group_sizes)
         padded = torch.stack(
-            [F.pad(part, (0, max(sizes) - part.shape[-1]), value=-torch.inf) for part in choice.split(sizes, dim=-1)],
+            [
+                F.pad(part, (0, max(sizes) - part.shape[-1]), value=-torch.inf)
+                for part in choice.split(sizes, dim=-1)
+            ],
             dim=1,
         )
         best = padded.topk(min(2 if sigmoid else 1, padded.shape[-1]), dim=-1).values
@@ -104,12 +109,12 @@ class RaggedGroupsMixin:
         return logits, weights * self.routed_scaling_factor, indices
 
 
-@lru_cache(maxsize=None)
+@cache
 def _ragged_class(router: type) -> type:
     return type(f"Ragged{router.__name__}", (RaggedGroupsMixin, router), {})
 
 
-@lru_cache(maxsize=None)
+@cache
 def pruned_class(stock: type) -> type:
     """The class of models like ``stock`` whose layers keep different numbers of experts."""
     if issubclass(stock, PrunedExpertsMixin):

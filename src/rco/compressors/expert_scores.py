@@ -1,0 +1,126 @@
+"""Scores of experts from one pass over calibration tokens: REAP saliency, routing frequency, router mass.
+
+All three are sums over tokens, so a pass streams through batches of any size and keeps three numbers per
+expert. Scores serve as baselines (prune the lowest) and as initial logits of a search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+__all__ = ["ExpertScores", "ScoreName", "prior_logits"]
+
+ScoreName = Literal["reap", "frequency", "mass"]
+
+
+class ExpertScores:
+    """Running sums per layer and expert.
+
+    Args:
+        counts: Experts of each layer.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        if not counts or min(counts) < 1:
+            raise ValueError(f"every layer needs at least one expert, got counts {list(counts)}")
+        self.counts = tuple(int(count) for count in counts)
+        self.tokens = [0] * len(self.counts)
+        self._saliency = [torch.zeros(count, dtype=torch.float64) for count in self.counts]
+        self._visits = [torch.zeros(count, dtype=torch.float64) for count in self.counts]
+        self._mass = [torch.zeros(count, dtype=torch.float64) for count in self.counts]
+
+    def update(
+        self,
+        layer: int,
+        indices: Tensor,
+        weights: Tensor,
+        norms: Tensor,
+        mass: Tensor,
+        mask: Tensor | None = None,
+    ) -> None:
+        """Add the tokens of one batch.
+
+        Args:
+            layer: Which layer.
+            indices: (tokens, top_k) experts that each token visits.
+            weights: (tokens, top_k) routing weights.
+            norms: (tokens, top_k) Euclidean norms of the experts' outputs, before weighting.
+            mass: (tokens, experts) the router's share of every expert, before the choice.
+            mask: (tokens,) booleans; False leaves a token out.
+        """
+        count = self.counts[layer]
+        if mass.shape[-1] != count or not indices.shape == weights.shape == norms.shape:
+            raise ValueError(
+                f"layer {layer} has {count} experts; got mass of shape {tuple(mass.shape)} and slots of shapes "
+                f"{tuple(indices.shape)}, {tuple(weights.shape)}, {tuple(norms.shape)}"
+            )
+        if mask is not None:
+            indices, weights, norms, mass = indices[mask], weights[mask], norms[mask], mass[mask]
+        flat = indices.reshape(-1)
+        # A slot of weight zero was not filled; the token did not visit that expert.
+        visited = (weights.reshape(-1) != 0).double()
+        saliency = torch.zeros(count, dtype=torch.float64, device=flat.device)
+        visits = torch.zeros_like(saliency)
+        saliency.index_add_(0, flat, weights.double().reshape(-1) * norms.double().reshape(-1))
+        visits.index_add_(0, flat, visited)
+        self._saliency[layer] += saliency.cpu()
+        self._visits[layer] += visits.cpu()
+        self._mass[layer] += mass.double().sum(dim=0).cpu()
+        self.tokens[layer] += int(indices.shape[0])
+
+    def merge(self, other: ExpertScores) -> None:
+        """Add the sums of another pass (another rank, another domain)."""
+        if other.counts != self.counts:
+            raise ValueError(
+                f"cannot merge scores of layers {other.counts} into scores of layers {self.counts}"
+            )
+        for layer in range(len(self.counts)):
+            self.tokens[layer] += other.tokens[layer]
+            self._saliency[layer] += other._saliency[layer]
+            self._visits[layer] += other._visits[layer]
+            self._mass[layer] += other._mass[layer]
+
+    def score(self, name: ScoreName) -> list[Tensor]:
+        """One (experts,) float64 tensor per layer; higher is more worth keeping.
+
+        * ``reap``: mean over the tokens that visit an expert of routing weight times output norm; 0 for an
+          expert that no token visits.
+        * ``frequency``: share of the tokens that visit an expert.
+        * ``mass``: mean share that the router gives an expert before the choice.
+        """
+        if name not in get_args(ScoreName):
+            raise ValueError(f"score is {name!r}; allowed are {', '.join(get_args(ScoreName))}")
+        if 0 in self.tokens:
+            raise ValueError("no token was scored in some layer; pass calibration tokens first")
+        if name == "reap":
+            pairs = zip(self._saliency, self._visits, strict=True)
+            return [torch.where(visits > 0, total / visits.clamp(min=1), 0.0) for total, visits in pairs]
+        sums = self._visits if name == "frequency" else self._mass
+        return [total / tokens for total, tokens in zip(sums, self.tokens, strict=True)]
+
+
+def prior_logits(scores: Sequence[Tensor], strength: float = 1.0) -> Tensor:
+    """(all experts,) initial keep logits from scores: ranks within each layer, spread over +-``strength``.
+
+    Ranks, not values: saliencies grow by orders of magnitude along a model's depth, and a search that starts
+    from them would begin by emptying the first layers. Each layer is ranked by itself; ties share their rank.
+
+    Args:
+        scores: One tensor per layer.
+        strength: Logit of the best expert of a layer; its worst gets ``-strength``. 0 is no prior.
+    """
+    if not strength >= 0:
+        raise ValueError(f"strength must not be negative, got {strength}")
+    parts = []
+    for values in scores:
+        _, which, sizes = torch.unique(values, return_inverse=True, return_counts=True)
+        middle = sizes.cumsum(0).double() - (sizes.double() + 1) / 2  # mean rank of equal values, from 0
+        spread = max(values.numel() - 1, 1)
+        parts.append(
+            (2 * middle[which] / spread - 1) * strength if values.numel() > 1 else values.double() * 0
+        )
+    return torch.cat(parts)

@@ -1,0 +1,151 @@
+"""Checkpoints of models without their pruned experts.
+
+Three shapes, from the most to the least portable:
+
+* ``stock``: every layer keeps the same number, so the configuration just says a smaller number.
+* ``per_layer``: layers keep different numbers. The configuration lists them (``num_experts_per_layer``), the
+  checkpoint carries the small modeling file that builds the layers so, and :func:`load_pruned` needs no remote
+  code to load it.
+* ``padded``: for engines that know one number only. Layers are filled up with slots that can never win the
+  router; possible where the router has a constant per expert.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rco.models.moe import moe_architecture, moe_layers
+from rco.models.moe_prune import keep_plan, pad_experts, prune_experts
+from rco.models.remote_code import modeling_pruned_experts as remote
+from rco.models.remote_code.modeling_pruned_experts import pruned_class
+
+__all__ = ["EXPERT_MAP_FILE", "PrunedExport", "export_pruned", "load_pruned"]
+
+EXPERT_MAP_FILE = "kept_experts.json"
+
+
+@dataclass(frozen=True)
+class PrunedExport:
+    """What was written.
+
+    Attributes:
+        path: The checkpoint.
+        shape: ``stock``, ``per_layer`` or ``padded``.
+        counts: Experts that each sparse layer keeps.
+        reason: Why it is not a stock checkpoint; None where it is.
+    """
+
+    path: Path
+    shape: Literal["stock", "per_layer", "padded"]
+    counts: tuple[int, ...]
+    reason: str | None
+
+
+def export_pruned(
+    model: nn.Module,
+    keep: Tensor | Sequence[Tensor],
+    out: str | Path,
+    *,
+    padded: bool = False,
+    tokenizer: Any = None,
+    max_shard_size: str | int = "5GB",
+) -> PrunedExport:
+    """Write ``model`` without its pruned experts.
+
+    Args:
+        model: The full model; it stays as it is.
+        keep: (all experts,) mask over the sparse layers in order, or one mask per layer; nonzero keeps.
+        out: Folder to write; must not exist or be empty.
+        padded: Fill layers to one count instead of listing counts per layer. Ignored where the same count is
+            kept in every layer anyway.
+        tokenizer: Saved along, if given.
+        max_shard_size: Largest safetensors file.
+
+    Raises:
+        ValueError: The mask does not fit the model, or ``padded`` is asked of a router that cannot express it.
+        FileExistsError: ``out`` holds something already.
+    """
+    out = Path(out)
+    plan = keep_plan(model, keep)
+    shape: Literal["stock", "per_layer", "padded"] = "stock"
+    if plan.stock_obstacle is not None:
+        shape = "padded" if padded else "per_layer"
+    with _whole_folder(out) as folder, torch.no_grad():
+        smaller = pad_experts(model, keep) if shape == "padded" else prune_experts(model, keep)
+        if shape == "per_layer":
+            _write_remote_code(smaller, folder)
+        smaller.save_pretrained(folder, max_shard_size=max_shard_size)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        names = [layer.name for layer in moe_layers(model)]
+        record = {"shape": shape, "kept": {name: list(k) for name, k in zip(names, plan.kept, strict=True)}}
+        (folder / EXPERT_MAP_FILE).write_text(json.dumps(record, indent=1) + "\n")
+    return PrunedExport(out, shape, plan.counts, plan.stock_obstacle)
+
+
+def load_pruned(path: str | Path, **kwargs: Any) -> nn.Module:
+    """Load a checkpoint of :func:`export_pruned`, of any shape, without running code that it carries.
+
+    Args:
+        path: The checkpoint.
+        kwargs: Passed on to ``from_pretrained``; ``dtype`` is ``"auto"`` unless given.
+    """
+    import transformers
+
+    kwargs.setdefault("dtype", "auto")
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    text = config.get_text_config()
+    if not getattr(text, "num_experts_per_layer", None):
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
+        return model.eval()
+    cls: Any = pruned_class(_stock_class(config))
+    model = cls.from_pretrained(path, config=config, **kwargs)
+    return model.eval()
+
+
+def _stock_class(config: Any) -> type:
+    module, _, name = moe_architecture(config).causal_lm.partition(":")
+    cls: type = getattr(import_module(module), name)
+    return cls
+
+
+def _write_remote_code(model: Any, folder: Path) -> None:
+    """Put the modeling file into the checkpoint and point the configuration at it."""
+    stock = _stock_class(model.config)
+    module_name = remote.__name__.rpartition(".")[2]
+    source = inspect.getsource(remote)
+    source += (
+        f"\n\nfrom {stock.__module__} import {stock.__name__}  # noqa: E402\n\n\n"
+        f"class Pruned{stock.__name__}(PrunedExpertsMixin, {stock.__name__}):\n"
+        f'    """{stock.__name__} whose layers keep different numbers of experts."""\n'
+    )
+    (folder / f"{module_name}.py").write_text(source)
+    model.config.auto_map = {"AutoModelForCausalLM": f"{module_name}.Pruned{stock.__name__}"}
+
+
+@contextmanager
+def _whole_folder(out: Path) -> Iterator[Path]:
+    """A folder beside ``out`` that takes its name once everything is written, or disappears."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is not an empty folder; choose another or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)  # mkdtemp makes it private
+        os.replace(folder, out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
