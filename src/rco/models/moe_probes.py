@@ -120,7 +120,8 @@ class RoutingProbes:
         d_without = self._denominator(d.unsqueeze(-1), r, stepping[0].unsqueeze(-1))
         without = _ratio(n.unsqueeze(-1) - terms + stepping[1].unsqueeze(-1), d_without)
         change = (now.unsqueeze(-1) - without).masked_fill(~self.valid, 0.0)
-        gradient = mass.new_zeros(mass.shape[-1]).index_add_(0, self.indices.reshape(-1), change.reshape(-1))
+        # Every (token, expert) is written once, so that the sum has one order whatever the device.
+        changes = torch.zeros_like(mass).scatter_(-1, self.indices, change)
 
         # Pruned and entering: with it, the weakest of the chosen leaves.
         at, who = self.enter_tokens, self.enter_experts
@@ -128,17 +129,16 @@ class RoutingProbes:
         r_new, r_old = mass[at, who], r[at].gather(-1, leaving).squeeze(-1)
         n_with = n[at] - terms[at].gather(-1, leaving).squeeze(-1) + r_new * probes[runners:]
         with_it = _ratio(n_with, self._denominator(d[at], r_old, r_new, entering=True))
-        gradient.index_add_(0, who, with_it - now[at])
+        changes[at, who] = with_it - now[at]
 
         if survivors:
             # A softmax over all survivors also feels experts that it does not choose: they share its mass.
             after = torch.where(self.keep, d.unsqueeze(-1) - mass, d.unsqueeze(-1) + mass)
             shift = _ratio(n.unsqueeze(-1), after) - now.unsqueeze(-1)
-            shift = torch.where(self.keep, -shift, shift)
-            shift = shift.scatter(-1, self.indices, 0.0)
+            shift = torch.where(self.keep, -shift, shift).scatter_(-1, self.indices, 0.0)
             shift[at, who] = 0.0
-            gradient += shift.sum(dim=0)
-        return gradient * rule.scale
+            changes += shift
+        return changes.sum(dim=0) * rule.scale
 
     def _denominator(self, d: Tensor, leaves: Tensor, comes: Tensor, entering: bool = False) -> Tensor:
         if self.rule.denominator == "selected":
