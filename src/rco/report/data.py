@@ -1,0 +1,308 @@
+"""What a report is made of: a run's documents, read once and checked.
+
+A section of ``metrics.json`` that is missing stays missing (the page leaves it out); one that is there and wrong is
+an error that names it, since a page of half-understood numbers would be worse than none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from rco.core.problem import AllocationProblem
+from rco.core.result import SearchResult, StepRecord
+from rco.runs import RunDirectory
+
+__all__ = [
+    "Evaluated",
+    "GroupWidth",
+    "MoeLayer",
+    "ReportError",
+    "RunData",
+    "evaluations",
+    "groups",
+    "integer",
+    "moe_layers",
+    "number",
+    "read_run",
+    "section",
+]
+
+
+class ReportError(ValueError):
+    """A run's documents cannot be shown; the message names the entry."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run, as the page needs it; ``metrics`` is the document that the pipeline writes."""
+
+    name: str
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    problem: AllocationProblem | None = None
+    result: SearchResult | None = None
+    history: Sequence[StepRecord] = ()
+    header_bytes: int | None = None  # of the checkpoint's safetensors files, read from them
+
+    @property
+    def title(self) -> str:
+        """What the run compressed, or else its folder's name."""
+        model = section(self.metrics, "model").get("name") or self.config.get("model")
+        return str(model) if model else self.name
+
+    @property
+    def pruning(self) -> bool:
+        """Whether experts were pruned (otherwise weights were quantized)."""
+        return self.metrics.get("kind") == "expert-pruning"
+
+    @property
+    def method(self) -> str:
+        """The searcher as people write it."""
+        name = self.result.method if self.result else "search"
+        return "RCO" if name == "rco" else name
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One line of the comparison on the evaluation text."""
+
+    name: str
+    bits: float | None
+    experts: int | None
+    kl: float | None
+    kl_error: float | None
+    perplexity: float | None
+    perplexity_error: float | None
+    recovery: float | None
+    within_budget: bool | None
+    by_domain: Mapping[str, Mapping[str, float | None]]
+    tasks: Mapping[str, Mapping[str, float | None]]
+    chosen: bool  # the run's own result
+
+    @property
+    def uniform_width(self) -> int | None:
+        """The width, if this is the same width everywhere."""
+        kind, _, width = self.name.partition(" ")
+        return int(width) if kind.lower() == "uniform" and width.isdigit() else None
+
+    @property
+    def full(self) -> bool:
+        """Whether this is the uncompressed model."""
+        return self.name.lower() in ("full model", "full")
+
+
+@dataclass(frozen=True)
+class GroupWidth:
+    """One group of linears and the width it was given."""
+
+    name: str
+    members: tuple[str, ...]
+    kind: str
+    block: int | None
+    parameters: int
+    width: float
+    sensitivity: Mapping[int, float]  # width -> predicted KL
+    relative_error: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class MoeLayer:
+    """One layer's experts."""
+
+    layer: int
+    experts: int
+    kept: tuple[int, ...]  # sorted
+    scores: Mapping[str, tuple[float, ...]]
+
+    def best(self, score: str) -> frozenset[int] | None:
+        """As many experts as were kept, those with the highest score; None without that score."""
+        if score not in self.scores:
+            return None
+        values = self.scores[score]
+        order = sorted(range(self.experts), key=lambda expert: (-values[expert], expert))
+        return frozenset(order[: len(self.kept)])
+
+
+# ------------------------------------------------------------------------- reading
+
+
+def read_run(run: RunDirectory) -> RunData:
+    """Everything a run has written so far; an unfinished one has no result yet."""
+    metrics = run.metrics
+    return RunData(
+        name=run.folder.resolve().name,
+        metrics=metrics,
+        config=run.config,
+        environment=run.environment,
+        problem=run.problem if (run.folder / "problem.json").is_file() else None,
+        result=run.result if run.finished else None,
+        history=[_step(record) for record in run.history()],
+        header_bytes=_header_bytes(section(metrics, "export")),
+    )
+
+
+def _step(record: Mapping[str, Any]) -> StepRecord:
+    known = {entry.name for entry in fields(StepRecord)}
+    values = {key: value for key, value in record.items() if key in known}
+    if values.get("expected_cost") is not None:
+        values["expected_cost"] = tuple(values["expected_cost"])
+    try:
+        return StepRecord(**values)
+    except TypeError as error:
+        raise ReportError(f"history.jsonl has an incomplete record {json.dumps(record)}: {error}.") from None
+
+
+def _header_bytes(export: Mapping[str, Any]) -> int | None:
+    """Bytes of all safetensors headers, from the export's own count or from the files that it names."""
+    stated = integer(export, "header_bytes", "export")
+    if stated is not None:
+        return stated
+    files = export.get("files")
+    if not isinstance(files, Mapping) or "path" not in export:
+        return None
+    total = 0
+    for name in files:
+        if str(name).endswith(".safetensors"):
+            try:
+                with open(Path(str(export["path"])) / str(name), "rb") as file:
+                    total += 8 + int.from_bytes(file.read(8), "little")
+            except FileNotFoundError:  # moved since: the page then says that headers are not itemised
+                return None
+    return total
+
+
+# ------------------------------------------------------------------------ checking
+
+
+def section(container: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A section of the metrics, empty if it is not there."""
+    value = container.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ReportError(f"{key!r} in metrics.json must be an object, got {type(value).__name__}.")
+    return value
+
+
+def number(container: Mapping[str, Any], key: str, where: str) -> float | None:
+    """A number, or None if it is not there."""
+    value = container.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ReportError(f"{key!r} in {where} of metrics.json must be a number, got {value!r}.")
+    return value
+
+
+def integer(container: Mapping[str, Any], key: str, where: str) -> int | None:
+    """A whole number, or None if it is not there."""
+    value = number(container, key, where)
+    if value is not None and not isinstance(value, int):
+        raise ReportError(f"{key!r} in {where} of metrics.json must be a whole number, got {value!r}.")
+    return value
+
+
+def _rows(container: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    rows = container.get(key) or []
+    if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
+        raise ReportError(f"{key!r} in metrics.json must be a list of objects.")
+    return list(rows)
+
+
+def _required(row: Mapping[str, Any], key: str, where: str) -> Any:
+    if row.get(key) is None:
+        raise ReportError(f"{where} of metrics.json lacks {key!r}.")
+    return row[key]
+
+
+def _numbers(row: Mapping[str, Any], key: str, where: str) -> dict[str, dict[str, float | None]]:
+    return {
+        str(name): {inner: number(values, inner, f"{where}, {name}") for inner in values}
+        for name, values in section(row, key).items()
+        if isinstance(values, Mapping)
+    }
+
+
+def evaluations(run: RunData) -> list[Evaluated]:
+    """The comparison's lines, in the order they were measured."""
+    found = []
+    for row in _rows(run.metrics, "evaluation"):
+        name = str(_required(row, "name", "an evaluation row"))
+        where = f"evaluation row {name!r}"
+        found.append(
+            Evaluated(
+                name=name,
+                bits=number(row, "bits", where),
+                experts=integer(row, "experts", where),
+                kl=number(row, "kl", where),
+                kl_error=number(row, "kl_error", where),
+                perplexity=number(row, "perplexity", where),
+                perplexity_error=number(row, "perplexity_error", where),
+                recovery=number(row, "recovery", where),
+                within_budget=row.get("within_budget"),
+                by_domain=_numbers(row, "by_domain", where),
+                tasks=_numbers(row, "tasks", where),
+                chosen=bool(row.get("chosen", name.lower() == run.method.lower())),
+            )
+        )
+    return found
+
+
+def groups(run: RunData) -> list[GroupWidth]:
+    """Every group with its width."""
+    found = []
+    for row in _rows(run.metrics, "groups"):
+        name = str(_required(row, "name", "a group"))
+        where = f"group {name!r}"
+        _required(row, "width", where)
+        members = tuple(str(member) for member in row.get("members") or [name])
+        found.append(
+            GroupWidth(
+                name=name,
+                members=members,
+                kind=str(row.get("kind") or members[0].rpartition(".")[2]),
+                block=integer(row, "block", where),
+                parameters=integer(row, "parameters", where) or 0,
+                width=number(row, "width", where) or 0,
+                sensitivity=_by_width(row, "sensitivity", where),
+                relative_error=_by_width(row, "relative_error", where),
+            )
+        )
+    return found
+
+
+def _by_width(row: Mapping[str, Any], key: str, where: str) -> dict[int, float]:
+    values = section(row, key)
+    found = {}
+    for label in values:
+        value = number(values, label, f"{key} of {where}")
+        if str(label).isdigit() and value is not None and math.isfinite(value):
+            found[int(label)] = value
+    return dict(sorted(found.items()))
+
+
+def moe_layers(run: RunData) -> list[MoeLayer]:
+    """Every layer's experts."""
+    found = []
+    for row in _rows(section(run.metrics, "moe"), "layers"):
+        layer = int(_required(row, "layer", "a layer under 'moe'"))
+        where = f"layer {layer} under 'moe'"
+        experts = int(_required(row, "experts", where))
+        kept = tuple(sorted({int(expert) for expert in _required(row, "kept", where)}))
+        if kept and not 0 <= kept[0] <= kept[-1] < experts:
+            raise ReportError(f"{where} of metrics.json keeps experts outside 0..{experts - 1}: {kept}.")
+        scores = {}
+        for name, values in section(row, "scores").items():
+            if len(values) != experts:
+                raise ReportError(
+                    f"{where} of metrics.json has {len(values)} {name} scores for {experts} experts."
+                )
+            scores[str(name)] = tuple(float(value) for value in values)
+        found.append(MoeLayer(layer, experts, kept, scores))
+    return found

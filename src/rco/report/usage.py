@@ -1,0 +1,96 @@
+"""How to load what was written, and how to make it again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from rco.report.data import RunData, moe_layers, section
+from rco.report.markup import Markup, element, fragment
+
+__all__ = ["loading", "reproduce_command"]
+
+_VERBS = {"quantization": "quantize", "expert-pruning": "prune"}
+_TRANSFORMERS = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+path = {path}
+model = AutoModelForCausalLM.from_pretrained(path{extra})
+tokenizer = AutoTokenizer.from_pretrained(path)"""
+
+
+def loading(run: RunData) -> Markup | None:
+    """Code that loads the checkpoint with stock tools, as far as the export is known to allow it."""
+    export = section(run.metrics, "export")
+    path = export.get("path")
+    if not path:
+        return None
+    form = str(export.get("format", ""))
+    layers = moe_layers(run)
+    uneven = len({len(layer.kept) for layer in layers}) > 1 and "padded" not in form
+    pieces = [
+        element("h4", "transformers"),
+        code(
+            _TRANSFORMERS.format(
+                path=json.dumps(str(path), ensure_ascii=False),
+                extra=', dtype="auto", trust_remote_code=True' if uneven else ', dtype="auto"',
+            )
+        ),
+    ]
+    if uneven:
+        pieces.append(
+            element(
+                "p",
+                "Layers keep different numbers of experts, which stock model code does not know: the checkpoint "
+                "carries the code that does. ",
+                element("code", "rco.load(path)"),
+                " loads it too.",
+                class_="small",
+            )
+        )
+    elif form == "compressed-tensors":
+        pieces.append(
+            element("p", "Needs the package ", element("code", "compressed-tensors"), ".", class_="small")
+        )
+    engine = section(run.metrics, "engine")
+    if str(engine.get("preset", "")).startswith("vllm") and not engine.get("violations"):
+        pieces += [element("h4", "vLLM"), code(f"vllm serve {shlex.quote(str(path))}")]
+    return fragment(pieces)
+
+
+def code(words: str) -> Markup:
+    """A block of code that scrolls by itself."""
+    return element("pre", element("code", words), tabindex="0")
+
+
+def reproduce_command(run: RunData) -> str | None:
+    """The command line of the run: as recorded, or else with every setting of its configuration spelled out."""
+    for document in (run.metrics, run.environment, run.config):
+        recorded = document.get("command")
+        if recorded:
+            return recorded if isinstance(recorded, str) else shlex.join(str(word) for word in recorded)
+    verb = _VERBS.get(str(run.metrics.get("kind")))
+    if verb is None or not run.config.get("model"):
+        return None
+    lines = [f"rco {verb} {shlex.quote(str(run.config['model']))}", *_flags(run.config)]
+    return " \\\n    ".join(lines)
+
+
+def _flags(config: Mapping[str, Any]) -> list[str]:
+    found = []
+    for key, value in config.items():
+        flag = "--" + str(key).replace("_", "-")
+        if key == "model" or value is None or isinstance(value, Mapping):
+            continue
+        if isinstance(value, bool):
+            found.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, list | tuple):
+            if all(isinstance(entry, int | float) for entry in value):
+                found += [f"{flag} {' '.join(map(str, value))}"] if value else []
+            else:
+                found += [f"{flag} {shlex.quote(str(entry))}" for entry in value]
+        else:
+            found.append(f"{flag} {shlex.quote(str(value))}")
+    return found
