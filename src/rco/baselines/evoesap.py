@@ -1,0 +1,193 @@
+"""EvoESAP: evolution over how much each block keeps, with the order inside a block fixed by a score.
+
+For two options that is a count of kept groups per block. With more options or unequal costs a block's count is the
+number of upgrades it has taken from its own fixed sequence, the best gain in score per cost first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from torch import Tensor
+
+from rco.baselines.common import HasAcceptance, Ladder, blocks_of, knapsack
+from rco.baselines.evolution import Evolution, EvolutionProcess
+from rco.baselines.harness import Evaluator, Process
+from rco.core.problem import AllocationProblem
+
+__all__ = ["EvoESAP", "Sequences"]
+
+
+class Sequences:
+    """Every block's upgrades in order; a genome counts how many of them each block has taken."""
+
+    def __init__(self, problem: AllocationProblem, scores: np.ndarray, blocks: np.ndarray) -> None:
+        self.problem, self.ladder = problem, Ladder(problem)
+        self.cheapest = self.ladder.at("cheapest")
+        self._upgrades = [
+            self._sequence(np.flatnonzero(blocks == block), scores) for block in range(int(blocks.max()) + 1)
+        ]
+        self.lengths = np.array([upgrades.shape[1] for upgrades in self._upgrades], dtype=np.int64)
+
+    def _sequence(self, members: np.ndarray, scores: np.ndarray) -> np.ndarray:
+        """(2, L) groups and the options they go to."""
+        size, rung, top = self.ladder.size, self.ladder.rung, self.ladder.top
+
+        def best_on(group: int, level: int) -> int:
+            """The option of the highest score among those of equal cost."""
+            options = np.flatnonzero(rung[group] == level)
+            return int(options[scores[group, options].argmax()])
+
+        def push(group: int, option: int) -> None:
+            if (level := rung[group, option] + 1) <= top[group]:
+                above = best_on(group, level)
+                gain = scores[group, above] - scores[group, option]
+                paid = size[group, above] - size[group, option]
+                heapq.heappush(waiting, (-gain / paid, group, above))
+
+        waiting: list[tuple[float, int, int]] = []
+        for group in members.tolist():
+            self.cheapest[group] = best_on(group, 0)
+            push(group, int(self.cheapest[group]))
+        taken = []
+        while waiting:
+            _, group, option = heapq.heappop(waiting)
+            taken.append((group, option))
+            push(group, option)
+        return np.array(taken, dtype=np.int64).reshape(-1, 2).T
+
+    def express(self, counts: np.ndarray) -> np.ndarray:
+        """The allocation with that many upgrades in every block."""
+        choices = self.cheapest.copy()
+        for upgrades, count in zip(self._upgrades, counts.tolist(), strict=True):
+            choices[upgrades[0, :count]] = upgrades[1, :count]  # a later upgrade of the same group wins
+        return choices
+
+    def feasible(self, counts: np.ndarray) -> bool:
+        """Whether every budget is kept."""
+        return self.problem.is_feasible(self.express(counts))
+
+    def counts(self, choices: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        """How many upgrades an allocation has in every block."""
+        levels = self.ladder.rung[np.arange(len(choices)), choices]
+        return np.bincount(blocks, weights=levels, minlength=len(self.lengths)).astype(np.int64)
+
+    def fill(self, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """One more upgrade for blocks in random order, again and again, while any is affordable."""
+        counts = counts.copy()
+        waiting = np.arange(len(counts))
+        while waiting.size:
+            still = []
+            for block in rng.permutation(waiting).tolist():
+                if counts[block] < self.lengths[block]:
+                    counts[block] += 1
+                    if self.feasible(counts):
+                        still.append(block)
+                    else:
+                        counts[block] -= 1
+            waiting = np.array(still, dtype=np.int64)
+        return counts
+
+    def move(self, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
+        """One upgrade more in one block, one less in another, or as many less as pay for it; None if none do."""
+        receivers, donors = np.flatnonzero(counts < self.lengths), np.flatnonzero(counts > 0)
+        if not receivers.size or not donors.size:
+            return None
+        receiver = int(receivers[rng.integers(receivers.size)])
+        donor = int(donors[rng.integers(donors.size)])
+        if donor == receiver:
+            return None
+        moved = counts.copy()
+        moved[receiver] += 1
+        while moved[donor] > 0:
+            moved[donor] -= 1
+            if self.feasible(moved):
+                return moved
+        return None
+
+
+class _EvoESAP(EvolutionProcess):
+    def __init__(
+        self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None, settings: EvoESAP
+    ) -> None:
+        super().__init__(problem, evaluator, prior, settings)
+        self.by_acceptance = settings.fitness == "acceptance"
+        if self.by_acceptance and not isinstance(evaluator.objective, HasAcceptance):
+            raise ValueError(
+                f'fitness="acceptance" needs an objective with an acceptance(gates, batch), which '
+                f'{type(evaluator.objective).__name__} does not offer; use fitness="loss".'
+            )
+        blocks = blocks_of(problem, evaluator.objective, settings.blocks)
+        self.sequences = Sequences(problem, self.scores().numpy(), blocks)
+        self.notes["blocks_searched"] = len(self.sequences.lengths)
+        self.start = self._feasible_start(blocks)
+
+    def _feasible_start(self, blocks: np.ndarray) -> np.ndarray:
+        """The largest equal share of every block's sequence; else the prior's knapsack, block by block."""
+        lengths = self.sequences.lengths
+        most = int(lengths.max())
+        for share in range(most, -1, -1):
+            counts = lengths * share // max(most, 1)
+            if self.sequences.feasible(counts):
+                return np.asarray(counts)
+        counts = self.sequences.counts(knapsack(self.scores(), self.problem), blocks)
+        if not self.sequences.feasible(counts):
+            raise ValueError(
+                "evoesap takes the groups of a block in the order of their score, and found no counts per block "
+                "whose allocation keeps the joint budgets; search over single groups instead, by rco or evopress."
+            )
+        return counts
+
+    def initial_genomes(self, rng: np.random.Generator, count: int) -> list[np.ndarray]:
+        """The equal share, with what is left given to blocks in random order."""
+        found = [self.sequences.fill(self.start, rng) for _ in range(count)]
+        return list({genome.tobytes(): genome for genome in found}.values())
+
+    def mutate(self, genome: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
+        moved = self.sequences.move(genome, rng)
+        return moved if moved is None or not self.problem.monotone else self.sequences.fill(moved, rng)
+
+    def express(self, genome: np.ndarray) -> np.ndarray:
+        return self.sequences.express(genome)
+
+    def fitness(self, genome: np.ndarray, batches: list[int]) -> float:
+        if not self.by_acceptance:
+            return super().fitness(genome, batches)
+        objective = self.evaluator.objective
+        assert isinstance(objective, HasAcceptance)
+        choices = self.express(genome)
+        options = self.problem.num_options
+        return -float(self.evaluator.measure(objective.acceptance, choices, options, batches).mean())
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvoESAP(Evolution):
+    """Evolutionary search over per-block counts; which groups of a block are kept is decided by the prior.
+
+    Args:
+        fitness: "loss", or "acceptance": the share of the compressed model's tokens that the full model would
+            accept, if the objective offers it. The final choice is by loss in either case.
+        blocks: Block of every group; None: what the objective, the problem or its labels say.
+    """
+
+    name: ClassVar[str] = "evoesap"
+
+    generations: int = 50
+    offspring: int = 32
+    survivors: tuple[int, ...] = (8, 2, 1)
+    batches_per_stage: tuple[int, ...] = (1, 4, 16)
+    initial: int = 32
+    fitness: Literal["loss", "acceptance"] = "loss"
+    blocks: tuple[Any, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fitness not in ("loss", "acceptance"):
+            raise ValueError(f'fitness must be "loss" or "acceptance", got {self.fitness!r}.')
+
+    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
+        """Evolution over counts."""
+        return _EvoESAP(problem, evaluator, prior, self)

@@ -1,0 +1,191 @@
+"""(1 + lambda) evolution with selection in stages: many offspring on few batches, few survivors on many.
+
+What a genome is, how it mutates and how it becomes an allocation is left to the method.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rco.baselines.common import HasTokens, generator
+from rco.baselines.harness import BudgetedSearch, Evaluator, Process
+from rco.core.problem import AllocationProblem
+from rco.core.refine import Candidates
+
+__all__ = ["Evolution", "EvolutionProcess"]
+
+# A mutation that cannot be completed is drawn anew this often before the parent counts as stuck.
+_TRIES = 32
+_INITIAL, _OFFSPRING, _BATCHES = range(3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evolution(BudgetedSearch):
+    """Settings of the evolutionary baselines.
+
+    Args:
+        generations: Rounds of mutation and selection after the initial choice.
+        offspring: Mutants of the parent per generation.
+        survivors: How many each stage of a generation keeps; the last keeps one, with the parent in the contest.
+        batches_per_stage: Batches that each stage evaluates its contestants on, at most all there are.
+        tokens_per_stage: The same in tokens, for objectives that know ``tokens_per_batch``; overrides
+            ``batches_per_stage``.
+        initial: Random starting allocations, of which the best on the first stage's batches becomes the parent.
+        mutations: Most elementary mutations per offspring; the number is the smaller of two uniform draws.
+    """
+
+    generations: int = 100
+    offspring: int = 128
+    survivors: tuple[int, ...] = (16, 4, 1)
+    batches_per_stage: tuple[int, ...] = (1, 8, 64)
+    tokens_per_stage: tuple[int, ...] | None = None
+    initial: int = 128
+    mutations: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(generations=0, offspring=1, initial=1, mutations=1)
+        stages = self.batches_per_stage if self.tokens_per_stage is None else self.tokens_per_stage
+        if not self.survivors or self.survivors[-1] != 1 or min(self.survivors) < 1:
+            raise ValueError(f"survivors must be positive and end with 1, got {self.survivors}.")
+        if len(stages) != len(self.survivors) or min(stages) < 1:
+            raise ValueError(
+                f"There must be one positive number of batches (or tokens) for each of the {len(self.survivors)} "
+                f"stages, got {stages}."
+            )
+
+    def stage_batches(self, evaluator: Evaluator) -> list[int]:
+        """Batches per stage, at most all."""
+        objective, counts = evaluator.objective, self.batches_per_stage
+        if self.tokens_per_stage is not None:
+            if not isinstance(objective, HasTokens):
+                raise ValueError(
+                    "tokens_per_stage needs an objective that knows tokens_per_batch, which "
+                    f"{type(objective).__name__} does not; give batches_per_stage instead."
+                )
+            counts = tuple(-(-tokens // objective.tokens_per_batch) for tokens in self.tokens_per_stage)
+        return [min(count, objective.num_batches) for count in counts]
+
+
+class EvolutionProcess(Process):
+    """The parent, and one generation at a time. Genomes are integer vectors."""
+
+    settings: Evolution
+
+    def __init__(
+        self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None, settings: Evolution
+    ) -> None:
+        super().__init__(problem, evaluator, prior)
+        self.settings = settings
+        self.stages = settings.stage_batches(evaluator)
+        self.parent: np.ndarray | None = None
+        self.stuck = False
+
+    # What a method supplies.
+
+    @abstractmethod
+    def initial_genomes(self, rng: np.random.Generator, count: int) -> list[np.ndarray]:
+        """Feasible genomes to choose the first parent from, at least one and at most ``count``."""
+
+    @abstractmethod
+    def mutate(self, genome: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
+        """One elementary mutation that keeps every budget, or None where the draw led nowhere."""
+
+    def express(self, genome: np.ndarray) -> np.ndarray:
+        """The allocation that a genome stands for."""
+        return genome
+
+    def fitness(self, genome: np.ndarray, batches: list[int]) -> float:
+        """Mean loss on some batches; lower is better."""
+        return float(self.losses(self.express(genome), batches).mean())
+
+    # The loop.
+
+    @property
+    def steps(self) -> int:
+        """The generations, and the initial choice as the first step."""
+        return self.settings.generations + 1
+
+    @property
+    def done(self) -> bool:
+        """Whether the parent has no neighbour."""
+        return self.stuck
+
+    def cost(self, step: int) -> int:
+        """At most this many, less for mutants that occur twice."""
+        if step == 0:
+            return self.stages[0] * self.settings.initial
+        contestants, total = self.settings.offspring, 0
+        for stage, (survivors, batches) in enumerate(zip(self.settings.survivors, self.stages, strict=True)):
+            total += batches * (contestants + (stage == len(self.stages) - 1))
+            contestants = min(contestants, survivors)
+        return total
+
+    def advance(self, step: int) -> float:
+        """One generation; the fittest becomes the parent."""
+        seed = self.settings.seed
+        draw = generator(seed, _BATCHES, step)
+        available = self.evaluator.objective.num_batches
+        batches = [draw.permutation(available)[:count].tolist() for count in self.stages]
+        if step == 0:
+            genomes = self.initial_genomes(generator(seed, _INITIAL), self.settings.initial)
+            self.parent, loss = self._select(genomes, batches[0], 1)[0]
+            return loss
+        assert self.parent is not None
+        contestants = self._offspring(step)
+        if not contestants:
+            self.stuck = True
+        for stage, (survivors, some) in enumerate(zip(self.settings.survivors, batches, strict=True)):
+            if stage == len(batches) - 1:
+                contestants = [self.parent, *contestants]  # ties keep the parent
+            ranked = self._select(contestants, some, survivors)
+            contestants = [genome for genome, _ in ranked]
+        self.parent, loss = ranked[0]
+        return loss
+
+    def _offspring(self, step: int) -> list[np.ndarray]:
+        assert self.parent is not None
+        offspring: dict[bytes, np.ndarray] = {}
+        for number in range(self.settings.offspring):
+            rng = generator(self.settings.seed, _OFFSPRING, step, number)
+            for _ in range(_TRIES):
+                child: np.ndarray | None = self.parent
+                for _ in range(int(rng.integers(1, self.settings.mutations + 1, size=2).min())):
+                    child = None if child is None else self.mutate(child, rng)
+                if child is not None and not np.array_equal(child, self.parent):
+                    offspring.setdefault(child.tobytes(), child)  # the same mutant is evaluated once
+                    break
+            else:
+                # On a budget that leaves no neighbour every draw fails; on others this is as good as impossible.
+                break
+        return list(offspring.values())
+
+    def _select(
+        self, genomes: list[np.ndarray], batches: list[int], count: int
+    ) -> list[tuple[np.ndarray, float]]:
+        losses = [self.fitness(genome, batches) for genome in genomes]
+        order = sorted(range(len(genomes)), key=lambda i: losses[i])
+        return [(genomes[i], losses[i]) for i in order[:count]]
+
+    def propose(self, candidates: Candidates) -> None:
+        """The last parent."""
+        self.notes["stage_batches"] = self.stages
+        if self.parent is not None:
+            candidates.add("fittest", self.express(self.parent), self.scores())
+
+    def state(self) -> dict[str, Any]:
+        """The parent."""
+        parent = None if self.parent is None else torch.from_numpy(self.parent.copy())
+        return {"parent": parent, "stuck": self.stuck}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        self.parent = None if state["parent"] is None else state["parent"].numpy().copy()
+        self.stuck = state["stuck"]

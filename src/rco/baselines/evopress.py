@@ -1,0 +1,155 @@
+"""EvoPress: evolution whose mutations switch levels between groups and so keep the budget.
+
+A mutation raises one group to its next dearer option and lowers others until the total fits again, or lowers one
+and raises another. Between groups of equal cost that is the published operator, a swap of two levels; groups of
+different cost are paid for by as many others as it takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+from torch import Tensor
+
+from rco.baselines.common import Ladder, fill_upwards, knapsack, spent_and_budget, starting_allocation
+from rco.baselines.evolution import Evolution, EvolutionProcess
+from rco.baselines.harness import Evaluator, Process
+from rco.core.problem import AllocationProblem
+
+__all__ = ["EvoPress", "LevelSwitch"]
+
+
+class LevelSwitch:
+    """The mutation operator.
+
+    Args:
+        problem: Costs and budgets.
+        partners: "size": the other half of a switch is drawn among the groups that balance it exactly, as long as
+            there are any; "any": among all that fit.
+    """
+
+    def __init__(self, problem: AllocationProblem, partners: Literal["size", "any"] = "size") -> None:
+        self.problem, self.partners = problem, partners
+        self.ladder = Ladder(problem)
+
+    def __call__(self, choices: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
+        """A feasible neighbour of a feasible allocation, or None where the draw led nowhere."""
+        raises = bool(rng.integers(2))
+        mutant = self._raise_first(choices, rng) if raises else self._lower_first(choices, rng)
+        if mutant is None or not self.problem.monotone:
+            return mutant
+        return self._use_up(choices, mutant, rng)
+
+    def _raise_first(self, choices: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
+        raised = self._draw(self.ladder.neighbours(choices, 1), rng)
+        if raised is None:
+            return None
+        mutant = choices.copy()
+        mutant[raised[0]] = raised[1]
+        owed = self.ladder.change(choices)[:, raised[0], raised[1]]
+        while self._over(mutant):
+            possible = self.ladder.neighbours(mutant, -1) & self.ladder.relieves(mutant)
+            possible[raised[0]] = False
+            lowered = self._draw(self._balancing(possible, self.ladder.change(mutant), -owed), rng)
+            if lowered is None:
+                return None
+            mutant[lowered[0]] = lowered[1]
+        return mutant
+
+    def _lower_first(self, choices: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
+        lowered = self._draw(self.ladder.neighbours(choices, -1), rng)
+        if lowered is None:
+            return None
+        mutant = choices.copy()
+        mutant[lowered[0]] = lowered[1]
+        if self._over(mutant):  # with joint budgets an option that costs less in all may cost more of one
+            return None
+        freed = self.ladder.change(choices)[:, lowered[0], lowered[1]]
+        possible = self.ladder.neighbours(mutant, 1) & self.ladder.fits(mutant)
+        possible[lowered[0]] = False
+        raised = self._draw(self._balancing(possible, self.ladder.change(mutant), -freed), rng)
+        if raised is not None:
+            mutant[raised[0]] = raised[1]
+        elif self.problem.monotone:
+            return None  # a switch that only takes away
+        return mutant
+
+    def _use_up(self, before: np.ndarray, mutant: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Raise untouched groups at random while something fits, so that unequal costs do not eat the budget."""
+        rung, groups = self.ladder.rung, np.arange(len(mutant))
+        while True:
+            possible = self.ladder.neighbours(mutant, 1) & self.ladder.fits(mutant)
+            possible[rung[groups, mutant] < rung[groups, before]] = False
+            raised = self._draw(possible, rng)
+            if raised is None:
+                return mutant
+            mutant[raised[0]] = raised[1]
+
+    def _over(self, choices: np.ndarray) -> bool:
+        spent, budget = spent_and_budget(self.problem, choices)
+        return bool((spent > budget).any())
+
+    def _balancing(self, possible: np.ndarray, change: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """Those of the possible switches that change the cost by exactly what is wanted, if there are any."""
+        if self.partners == "any":
+            return possible
+        exact = possible & np.asarray((change == wanted[:, None, None]).all(axis=0), dtype=bool)
+        return exact if exact.any() else possible
+
+    @staticmethod
+    def _draw(possible: np.ndarray, rng: np.random.Generator) -> tuple[int, int] | None:
+        """One switch: a group among those that have any, then one of its options."""
+        groups = np.flatnonzero(possible.any(axis=1))
+        if not groups.size:
+            return None
+        group = int(groups[rng.integers(groups.size)])
+        options = np.flatnonzero(possible[group])
+        return group, int(options[rng.integers(options.size)])
+
+
+class _EvoPress(EvolutionProcess):
+    def __init__(
+        self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None, settings: EvoPress
+    ) -> None:
+        super().__init__(problem, evaluator, prior, settings)
+        self.switch = LevelSwitch(problem, settings.partners)
+        self.start = starting_allocation(problem)
+
+    def initial_genomes(self, rng: np.random.Generator, count: int) -> list[np.ndarray]:
+        """The prior's knapsack if there is one, and random mixtures of the two options around the budget."""
+        first = [] if self.prior is None else [knapsack(self.prior, self.problem)]
+        found = {genome.tobytes(): genome for genome in first}
+        for _ in range(count - len(first)):
+            genome = fill_upwards(self.switch.ladder, self.start, rng.permutation(self.problem.num_groups))
+            found.setdefault(genome.tobytes(), genome)
+        return list(found.values())
+
+    def mutate(self, genome: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
+        return self.switch(genome, rng)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvoPress(Evolution):
+    """Evolutionary search over the true loss, with mutations that keep the budget.
+
+    The defaults are those of its paper for widths: 128 offspring, of which 16, 4 and 1 survive on 2,048, 16,384
+    and 131,072 tokens (here 1, 8 and 64 batches).
+
+    Args:
+        partners: See :class:`LevelSwitch`.
+    """
+
+    name: ClassVar[str] = "evopress"
+
+    partners: Literal["size", "any"] = "size"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.partners not in ("size", "any"):
+            raise ValueError(f'partners must be "size" or "any", got {self.partners!r}.')
+
+    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
+        """Evolution over whole allocations."""
+        return _EvoPress(problem, evaluator, prior, self)

@@ -1,0 +1,218 @@
+"""Greedy search on the true loss, per unit of cost: from the cheapest options up, or from the dearest down.
+
+Each step takes the switch to a neighbouring option that gains most (or loses least) per cost. Measurements are
+lazy: a switch is measured anew only when its old figure puts it first. Where the gains of a switch only shrink as
+others are taken, that is exactly the greedy choice; ``lazy=False`` measures all of them before every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rco.baselines.common import Ladder, spent_and_budget
+from rco.baselines.harness import BudgetedSearch, Evaluator, Process
+from rco.core.problem import AllocationProblem
+from rco.core.refine import Candidates
+
+__all__ = ["Greedy", "GreedyDown"]
+
+# Lazy measurements per step that an allowance is divided by, beside the first one of every group.
+_MEASUREMENTS_PER_STEP = 3
+
+
+class _Greedy(Process):
+    """Choices so far, and what is known of the switches from here."""
+
+    direction = 1
+    start = "cheapest"
+
+    def __init__(
+        self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None, settings: Greedy
+    ) -> None:
+        super().__init__(problem, evaluator, prior)
+        self.settings = settings
+        self.ladder = Ladder(problem)
+        self.ladder.require_order(settings.name)
+        self.choices = self.ladder.at(self.start)
+        self.groups = np.arange(problem.num_groups)
+        self.batches: list[int] | None = None
+        self.loss = np.inf
+        shape = (problem.num_groups, problem.num_options)
+        self.gain = np.full(shape, np.nan)  # decrease of the loss, when it was last measured
+        self.measured_at = np.full(shape, -1, dtype=np.int64)
+        self.over = False
+
+    @property
+    def steps(self) -> int:
+        return int(self.ladder.top.sum())
+
+    @property
+    def done(self) -> bool:
+        return self.over or not self.moves().any()
+
+    def cost(self, step: int) -> int:
+        """The first step measures every switch; how many the later ones measure is not known."""
+        return 1 if step else (1 + int(self.moves().sum())) * (self.settings.batches or 1)
+
+    def moves(self) -> np.ndarray:
+        """(N, K) the switches that may be taken now."""
+        return np.asarray(self.ladder.neighbours(self.choices, 1) & self.ladder.fits(self.choices))
+
+    def price(self) -> np.ndarray:
+        """(N, K) positive cost that a gain is measured against."""
+        size = self.ladder.size
+        change = np.abs(size - size[self.groups, self.choices][:, None])
+        return np.asarray(np.maximum(change, np.finfo(float).tiny))
+
+    def refuses(self, gain: float) -> bool:
+        """Whether the best switch is not worth taking."""
+        return not self.problem.monotone and gain <= 0
+
+    def advance(self, step: int) -> float:
+        if self.batches is None:
+            self.batches = self.some_batches(self._batches_affordable(), self.settings.seed)
+        if not np.isfinite(self.loss):
+            self.loss = float(self.losses(self.choices, self.batches).mean())
+        moves, price = self.moves(), self.price()
+        while True:
+            # What was never measured comes first.
+            rate = np.where(np.isnan(self.gain), np.inf, self.gain / price)
+            rate = np.where(moves, rate, -np.inf)
+            stale = moves & (self.measured_at < step)
+            if not self.settings.lazy and stale.any():
+                rate = np.where(stale, np.inf, rate)
+            group, option = np.unravel_index(int(rate.argmax()), rate.shape)
+            if not stale[group, option]:
+                break
+            switched = self.choices.copy()
+            switched[group] = option
+            self.gain[group, option] = self.loss - float(self.losses(switched, self.batches).mean())
+            self.measured_at[group, option] = step
+        gain = float(self.gain[group, option])
+        if self.refuses(gain):
+            self.over = True
+            return self.loss
+        self.choices = self.choices.copy()
+        self.choices[group] = option
+        self.loss -= gain
+        self.gain[group], self.measured_at[group] = np.nan, -1
+        return self.loss
+
+    def _batches_affordable(self) -> int | None:
+        """As asked for, or as many as the allowance likely holds for a whole run."""
+        if self.settings.batches is not None or not np.isfinite(self.evaluator.left):
+            return self.settings.batches
+        expected = self.problem.num_groups + _MEASUREMENTS_PER_STEP * self.expected_steps()
+        return max(1, int(self.evaluator.left // max(expected, 1)))
+
+    def expected_steps(self) -> int:
+        """Steps that a run takes if rungs cost the same."""
+        low, high = self.problem.unit_range
+        filled = [
+            (b - lo) / max(h - lo, 1) for b, lo, h in zip(self.problem.unit_budgets, low, high, strict=True)
+        ]
+        share = min(max(float(np.mean(filled)), 0.0), 1.0)
+        return int(self.steps * (share if self.direction > 0 else 1.0 - share))
+
+    def propose(self, candidates: Candidates) -> None:
+        self.notes["batches_used"] = 0 if self.batches is None else len(self.batches)
+        values = self.scores() + torch.from_numpy(np.nan_to_num(self.gain))
+        candidates.add("greedy", self.choices, values)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "choices": torch.from_numpy(self.choices.copy()),
+            "batches": self.batches,
+            "loss": self.loss,
+            "gain": torch.from_numpy(self.gain.copy()),
+            "measured_at": torch.from_numpy(self.measured_at.copy()),
+            "over": self.over,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.choices = state["choices"].numpy().copy()
+        self.batches, self.loss, self.over = state["batches"], state["loss"], state["over"]
+        self.gain = state["gain"].numpy().copy()
+        self.measured_at = state["measured_at"].numpy().copy()
+
+
+class _GreedyDown(_Greedy):
+    direction = -1
+    start = "dearest"
+
+    def moves(self) -> np.ndarray:
+        return np.asarray(self.ladder.neighbours(self.choices, -1) & self.ladder.relieves(self.choices))
+
+    def price(self) -> np.ndarray:
+        """What a switch frees of the budgets that are exceeded, and of no more than the excess."""
+        spent, budget = spent_and_budget(self.problem, self.choices)
+        excess = np.maximum(spent - budget, 0)
+        freed = np.maximum(-self.ladder.change(self.choices), 0)
+        low, high = self.problem.unit_range
+        width = np.array([float(max(h - lo, 1)) for lo, h in zip(low, high, strict=True)])
+        if self.problem.block_index is None:
+            useful = np.minimum(freed, excess[:, None, None]).astype(np.float64) / width[:, None, None]
+        else:
+            blocks = self.problem.block_index
+            useful = np.minimum(freed, excess[blocks][None, :, None]).astype(np.float64) / width.sum()
+        return np.asarray(np.maximum(useful.sum(axis=0), np.finfo(float).tiny))
+
+    def refuses(self, gain: float) -> bool:
+        return False  # the budget must be met, whatever it costs
+
+    def propose(self, candidates: Candidates) -> None:
+        self._finish_unmeasured()
+        super().propose(candidates)
+
+    def _finish_unmeasured(self) -> None:
+        """Where the allowance ran out on the way: go on with the last known figures, unknown ones after them."""
+        self.notes["unmeasured_steps"] = 0
+        while (moves := self.moves()).any():
+            known = moves & ~np.isnan(self.gain)
+            rate = np.where(known, self.gain / self.price(), -np.inf)
+            if not known.any():
+                rate = np.where(moves, -self.price(), -np.inf)
+            group, option = np.unravel_index(int(rate.argmax()), rate.shape)
+            self.choices[group] = option
+            self.gain[group] = np.nan
+            self.notes["unmeasured_steps"] += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Greedy(BudgetedSearch):
+    """From the cheapest options up: the switch that gains most per cost, while one fits.
+
+    Args:
+        batches: Batches per measurement; None: all, or as many as the allowance likely holds.
+        lazy: Measure a switch again only when it would be taken.
+    """
+
+    name: ClassVar[str] = "greedy"
+
+    batches: int | None = None
+    lazy: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(batches=1)
+
+    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
+        """Start at the cheapest."""
+        return _Greedy(problem, evaluator, prior, self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GreedyDown(Greedy):
+    """From the dearest options down: the switch that loses least per cost freed, until the budget is kept."""
+
+    name: ClassVar[str] = "greedy-down"
+
+    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
+        """Start at the dearest."""
+        return _GreedyDown(problem, evaluator, prior, self)

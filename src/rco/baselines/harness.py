@@ -1,0 +1,371 @@
+"""The part that all baselines have in common: allowance, progress, checkpoints, and the choice at the end.
+
+A method supplies a :class:`Process`, which advances step by step and at the end proposes candidates.
+:class:`BudgetedSearch` runs it within its allowance and returns the best candidate on the selection split, with
+the starting points among them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rco.baselines.common import checked_table, knapsack, one_hot, starting_allocation
+from rco.core.problem import AllocationProblem
+from rco.core.protocols import Objective
+from rco.core.refine import Candidates, Counter
+from rco.core.relaxation import batch_order
+from rco.core.result import SearchResult, StepRecord
+
+__all__ = ["BudgetedSearch", "Evaluator", "OutOfAllowance", "Process"]
+
+_STATE_VERSION = 1
+_ALLOWANCE = ("max_evaluations", "max_seconds")  # may change when a search is resumed
+
+
+class OutOfAllowance(Exception):
+    """The allowance ends within this step; what the step had begun is dropped."""
+
+
+class Evaluator(Counter):
+    """An objective with counts and an allowance."""
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__(objective)
+        self._most = self._max_seconds = math.inf
+        self._began = time.perf_counter()
+        self.seconds_before = 0.0
+
+    def limit(self, evaluations: int | None, seconds: float | None, reserve: int) -> None:
+        """Set the allowance; ``reserve`` evaluations are kept back for the final choice."""
+        self._most = math.inf if evaluations is None else evaluations - reserve
+        self._max_seconds = math.inf if seconds is None else seconds
+
+    @property
+    def seconds(self) -> float:
+        """Since the search began, over all its parts."""
+        return self.seconds_before + time.perf_counter() - self._began
+
+    @property
+    def evaluations(self) -> int:
+        """Batches forwarded so far, a backward counted as two more."""
+        return self.forwards + 2 * self.backwards
+
+    @property
+    def left(self) -> float:
+        """Evaluations that the allowance still holds."""
+        return self._most - self.evaluations
+
+    @property
+    def in_time(self) -> bool:
+        """Whether the seconds are not used up."""
+        return self.seconds < self._max_seconds
+
+    def _take(self, evaluations: int) -> None:
+        if evaluations > self.left or not self.in_time:
+            raise OutOfAllowance
+
+    @torch.no_grad()
+    def measure(
+        self,
+        function: Callable[[Tensor, int], Tensor],
+        choices: np.ndarray,
+        options: int,
+        batches: Sequence[int],
+    ) -> np.ndarray:
+        """Values of a function of gates and batch, without gradient."""
+        gates = one_hot(choices, options)
+        values = np.empty(len(batches))
+        for position, batch in enumerate(batches):
+            self._take(1)
+            values[position] = float(function(gates, batch))
+            self.forwards += 1
+        if not np.isfinite(values).all():
+            raise FloatingPointError(
+                f"The objective returned {values[~np.isfinite(values)][0]}; check the model and the data, or its "
+                "arithmetic type."
+            )
+        return values
+
+    def losses(self, choices: np.ndarray, options: int, batches: Sequence[int]) -> np.ndarray:
+        """Losses of an allocation on some batches of the objective (not of its selection split)."""
+        return self.measure(self.objective.loss, choices, options, batches)
+
+    def loss_and_gradient(self, gates: Tensor, batches: Sequence[int]) -> tuple[float, Tensor]:
+        """Mean loss and gradient with respect to the gates, if the allowance holds them."""
+        self._take(3 * len(batches))
+        return super().loss_and_gradient(gates, batches)
+
+
+class Process(ABC):
+    """One search by one method, between two steps of it.
+
+    ``advance`` must leave the object as it was when it raises :class:`OutOfAllowance`, except for measurements
+    that stay valid.
+    """
+
+    own_candidates: int = 1  # most that ``propose`` adds
+
+    def __init__(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> None:
+        self.problem, self.evaluator, self.prior = problem, evaluator, prior
+        self.notes: dict[str, Any] = {}  # what the result's settings say beside the settings
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Steps planned."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to do before the planned steps are over."""
+        return False
+
+    def cost(self, step: int) -> int:
+        """Evaluations that a step takes, where that is known; a step that is not affordable is not begun."""
+        return 1
+
+    @abstractmethod
+    def advance(self, step: int) -> float:
+        """Take one step, counted from 0, and return the loss that describes it."""
+
+    @abstractmethod
+    def propose(self, candidates: Candidates) -> None:
+        """Hand over what was found."""
+
+    def state(self) -> dict[str, Any]:
+        """Plain tensors, numbers and lists."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most one-step methods hold no state
+        """The inverse of :meth:`state`."""
+
+    # What the methods have in common.
+
+    def losses(self, choices: np.ndarray, batches: Sequence[int]) -> np.ndarray:
+        """Losses of an allocation on some batches."""
+        return self.evaluator.losses(choices, self.problem.num_options, batches)
+
+    def some_batches(self, count: int | None, seed: int, first: int = 0) -> list[int]:
+        """That many different batches in an order that the seed decides; all of them for None."""
+        available = self.evaluator.objective.num_batches
+        wanted = available if count is None else min(count, available)
+        return batch_order(available, seed=seed, first=first * available, count=wanted)
+
+    def scores(self) -> Tensor:
+        """The prior, or zeros."""
+        if self.prior is not None:
+            return self.prior
+        return torch.zeros(self.problem.num_groups, self.problem.num_options, dtype=torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetedSearch(ABC):
+    """A baseline: one allocation within the exact budget and the allowance.
+
+    Args:
+        seed: Of all that is drawn.
+        max_evaluations: Most batches of the objective to forward, a backward counting as two more, the final
+            choice included; None: as many as the method's settings ask for.
+        max_seconds: Seconds after which no new evaluation begins, except for the final choice.
+    """
+
+    name: ClassVar[str]
+    # Whether unspent budget of the uniform starting point is spent, and whether the prior's knapsack is a
+    # starting point at all: not for fixed rules, which would then not be measured as what they are.
+    spends_uniform: ClassVar[bool] = True
+    starts_from_prior: ClassVar[bool] = True
+
+    seed: int = 0
+    max_evaluations: int | None = None
+    max_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}.")
+        for name in _ALLOWANCE:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, or None for no limit, got {value}.")
+
+    def require(self, **least: float) -> None:
+        """An error for a setting below its least value."""
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and not value >= low:
+                raise ValueError(f"{name} must be at least {low}, got {value}.")
+
+    @abstractmethod
+    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
+        """The method's process at its first step; bad input fails here."""
+
+    def search(
+        self,
+        problem: AllocationProblem,
+        objective: Objective,
+        *,
+        prior: Tensor | None = None,
+        on_step: Callable[[StepRecord], None] | None = None,
+        on_checkpoint: Callable[[dict[str, Any]], None] | None = None,
+        resume: Mapping[str, Any] | None = None,
+    ) -> SearchResult:
+        """Find an allocation of low loss that is never over budget and never worse than the uniform one.
+
+        Args:
+            problem: Costs and budget.
+            objective: The loss; see :class:`rco.core.protocols.Objective`.
+            prior: (N, K) scores, higher is better.
+            on_step: Called with a record after every step.
+            on_checkpoint: Called after every step with a state that ``resume`` accepts.
+            resume: A state from ``on_checkpoint``; the search goes on to the result it would have reached. The
+                allowance may differ, nothing else.
+        """
+        run = _Run(self, problem, objective, prior)
+        if resume is not None:
+            run.load(resume)
+        while (record := run.advance()) is not None:
+            if on_checkpoint is not None:
+                on_checkpoint(run.state())
+            if on_step is not None:
+                on_step(record)
+        return run.conclude()
+
+
+class _Run:
+    """A process, its evaluator and its history."""
+
+    def __init__(
+        self, settings: BudgetedSearch, problem: AllocationProblem, objective: Objective, prior: Tensor | None
+    ) -> None:
+        if objective.num_batches < 1:
+            raise ValueError(f"The objective must have at least one batch, got {objective.num_batches}.")
+        self.settings, self.problem = settings, problem
+        self.prior = None if prior is None else torch.from_numpy(checked_table(prior, problem, "prior"))
+        self.evaluator = Evaluator(objective)
+        self.process = settings.begin(problem, self.evaluator, self.prior)
+        self.uniform = starting_allocation(problem)
+        compared = self.process.own_candidates + 1 + int(settings.starts_from_prior and prior is not None)
+        reserve = compared * self.evaluator.selection.num_batches
+        self.evaluator.limit(settings.max_evaluations, settings.max_seconds, reserve)
+        self._check_allowance(reserve)
+        self.step = 0
+        self.best = math.inf
+        self.history: list[StepRecord] = []
+
+    def _check_allowance(self, reserve: int) -> None:
+        first = self.process.cost(0) if self.process.steps and not self.process.done else 0
+        if self.evaluator.left < first:
+            raise ValueError(
+                f"max_evaluations={self.settings.max_evaluations} is too little for {self.settings.name}: its "
+                f"first step takes {first} evaluations and the final choice {reserve}; raise it to at least "
+                f"{first + reserve}, or give the method smaller settings."
+            )
+
+    def advance(self) -> StepRecord | None:
+        """One step, or None if the search is over."""
+        process, evaluator = self.process, self.evaluator
+        if self.step >= process.steps or process.done:
+            return None
+        if process.cost(self.step) > evaluator.left or not evaluator.in_time:
+            return None
+        try:
+            loss = process.advance(self.step)
+        except OutOfAllowance:
+            return None
+        self.step += 1
+        self.best = min(self.best, loss)
+        record = StepRecord(
+            step=self.step,
+            steps=process.steps,
+            loss=loss,
+            best_loss=self.best,
+            forwards=evaluator.forwards,
+            backwards=evaluator.backwards,
+            seconds=evaluator.seconds,
+        )
+        self.history.append(record)
+        return record
+
+    def conclude(self) -> SearchResult:
+        """Compare what was found with the starting points, on the selection split."""
+        candidates = Candidates(self.problem, self.evaluator)
+        self.process.propose(candidates)
+        if self.settings.starts_from_prior and self.prior is not None:
+            candidates.add("prior", knapsack(self.prior, self.problem), self.prior)
+        if self.settings.spends_uniform:
+            candidates.add("uniform", self.uniform, self.process.scores())
+        else:
+            candidates.choices["uniform"] = self.uniform
+        for name, choices in candidates.choices.items():
+            assert self.problem.is_feasible(choices), f"{self.settings.name} proposed {name} over budget"
+        name, choices, loss = candidates.best()
+        settings = asdict(self.settings)
+        return SearchResult(
+            allocation=self.problem.allocation(choices),
+            loss=loss,
+            cost=self.problem.cost(choices),
+            history=self.history,
+            method=self.settings.name,
+            seed=self.settings.seed,
+            chosen_from=name,
+            candidates=candidates.losses,
+            forwards=self.evaluator.forwards,
+            backwards=self.evaluator.backwards,
+            seconds=self.evaluator.seconds,
+            settings={**settings, **self.process.notes, "steps_taken": self.step},
+        )
+
+    # -------------------------------------------------------- checkpoints
+
+    def _plain_settings(self) -> dict[str, Any]:
+        plain = asdict(self.settings).items()
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in plain if k not in _ALLOWANCE}
+
+    def state(self) -> dict[str, Any]:
+        """Everything a later process needs, as plain tensors, numbers and lists."""
+        return {
+            "version": _STATE_VERSION,
+            "method": self.settings.name,
+            "settings": self._plain_settings(),
+            "problem": self.problem.fingerprint,
+            "prior": None if self.prior is None else self.prior.clone(),
+            "step": self.step,
+            "best": self.best,
+            "counter": [self.evaluator.forwards, self.evaluator.backwards],
+            "seconds": self.evaluator.seconds,
+            "history": [asdict(record) for record in self.history],
+            "process": self.process.state(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; another method, problem, prior or setting is an error."""
+        if state.get("version") != _STATE_VERSION or state.get("method") != self.settings.name:
+            raise ValueError(
+                f"The checkpoint is one of {state.get('method')}, version {state.get('version')}; this search is "
+                f"{self.settings.name} and reads version {_STATE_VERSION}."
+            )
+        if state["problem"] != self.problem.fingerprint:
+            raise ValueError("The checkpoint belongs to another problem (costs, budget or locks differ).")
+        for name, mine in self._plain_settings().items():
+            if state["settings"].get(name) != mine:
+                raise ValueError(
+                    f"The checkpoint was made with {name}={state['settings'].get(name)}, this search has "
+                    f"{name}={mine}; resume with the same settings or start anew."
+                )
+        theirs = state["prior"]
+        if (theirs is None) != (self.prior is None) or (
+            theirs is not None and self.prior is not None and not torch.equal(theirs, self.prior)
+        ):
+            raise ValueError("The checkpoint was started from another prior.")
+        self.step, self.best = state["step"], state["best"]
+        self.evaluator.forwards, self.evaluator.backwards = state["counter"]
+        self.evaluator.seconds_before = state["seconds"]
+        self.history = [StepRecord(**record) for record in state["history"]]
+        self.process.load(state["process"])

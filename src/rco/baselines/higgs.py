@@ -1,0 +1,100 @@
+"""HIGGS with dynamic widths: the linearity theorem's coefficients, then the exact knapsack.
+
+The theorem says that small relative errors t_i of the groups raise the loss by sum_i alpha_i t_i^2, whatever
+quantizer made them. Each alpha_i is measured by disturbing group i alone, at several levels, and fitted by least
+squares through the origin; the predicted loss of option k is alpha_i t_ik^2. The disturbances here are the options
+themselves, so that the errors are those of the deployed model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from rco.baselines.common import HasOptionErrors, Ladder, checked_table
+from rco.baselines.harness import Evaluator, Process
+from rco.baselines.sensitivity import Sensitivity, SwitchProcess
+from rco.core.problem import AllocationProblem
+
+__all__ = ["HIGGS", "fit_coefficients"]
+
+
+def fit_coefficients(errors: np.ndarray, increases: np.ndarray, measured: np.ndarray) -> np.ndarray:
+    """(N,) slopes of the increases over the errors, through the origin; a group that nothing disturbs gets 0.
+
+    A negative slope is noise around zero, since no disturbance helps to first order, and becomes 0.
+    """
+    x = np.where(measured, errors, 0.0)
+    power = (x**2).sum(axis=1)
+    slope = (x * np.where(measured, increases, 0.0)).sum(axis=1) / np.where(power > 0, power, 1.0)
+    return np.asarray(np.maximum(slope, 0.0))
+
+
+class _Higgs(SwitchProcess):
+    def __init__(
+        self,
+        problem: AllocationProblem,
+        evaluator: Evaluator,
+        prior: Tensor | None,
+        batches: Sequence[int],
+        base: np.ndarray,
+        errors: np.ndarray,
+        levels: int,
+    ) -> None:
+        self.errors = errors
+        # What a switch adds to the error of the base, which is not quite zero for the dearest option.
+        self.added = errors - errors[np.arange(len(errors)), base][:, None]
+        measured = np.zeros(errors.shape, dtype=bool)
+        for group, row in enumerate(self.added):
+            usable = np.flatnonzero(problem.allowed[group] & (row > 0))
+            usable = usable[np.argsort(row[usable], kind="stable")]
+            if usable.size:
+                measured[group, usable[np.linspace(0, len(usable) - 1, levels).round().astype(int)]] = True
+        super().__init__(problem, evaluator, prior, batches, base, measured)
+
+    def predicted(self) -> np.ndarray:
+        slopes = fit_coefficients(self.added, super().predicted(), self.measured)
+        self.notes["coefficients"] = slopes.tolist()
+        return np.asarray(slopes[:, None] * self.errors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HIGGS(Sensitivity):
+    """The linear model of the loss in the groups' squared errors, and its exact knapsack.
+
+    The objective must offer ``option_errors``, the relative squared error of every option, (N, K).
+
+    Args:
+        levels: Disturbances per group, spread over its options from the mildest to the strongest.
+    """
+
+    name: ClassVar[str] = "higgs"
+
+    levels: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(levels=1)
+
+    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
+        """All disturbances, batch by batch."""
+        objective = evaluator.objective
+        if not isinstance(objective, HasOptionErrors):
+            raise ValueError(
+                f"{self.name} needs the relative squared error of every option, but the objective "
+                f"({type(objective).__name__}) has no option_errors (N, K); add it, or use one-at-a-time."
+            )
+        errors = checked_table(objective.option_errors, problem, "option_errors")
+        if (errors < 0).any():
+            raise ValueError(f"option_errors must not be negative, got {errors.min()}.")
+        base = self.base_choices(problem)
+        if self.base == "dearest":
+            # Of several dearest options the most accurate one.
+            ladder = Ladder(problem)
+            dearest = ladder.rung == ladder.top[:, None]
+            base = np.where(dearest, errors, np.inf).argmin(axis=1)
+        return _Higgs(problem, evaluator, prior, self.chosen_batches(evaluator), base, errors, self.levels)
