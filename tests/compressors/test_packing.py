@@ -63,7 +63,7 @@ def test_portable_unpack_agrees_with_compiled(bits: int, cols: int, monkeypatch:
     rng = torch.Generator().manual_seed(cols)
     packed = torch.randint(-(2**31), 2**31, (3, packed_words(cols, bits)), dtype=torch.int32, generator=rng)
     compiled = unpack(packed, bits, cols)
-    monkeypatch.setattr(packing, "_compiled", lambda tensor: False)
+    monkeypatch.setattr(packing, "on_compiled_path", lambda tensor: False)
     assert torch.equal(unpack(packed, bits, cols), compiled)
 
 

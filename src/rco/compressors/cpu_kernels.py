@@ -18,14 +18,18 @@ import numpy as np
 import torch
 
 __all__ = [
+    "REASSOCIATE",
     "ROUND_BFLOAT16",
     "ROUND_HALF",
     "ROUND_NONE",
+    "as_bfloat16",
+    "as_half",
     "decode_bfloat16",
     "decode_float",
     "dot_bfloat16",
     "dot_float",
     "over_rows",
+    "pack_rows",
     "unpack_rows",
 ]
 
@@ -35,9 +39,11 @@ ROUND_NONE, ROUND_BFLOAT16, ROUND_HALF = 0, 1, 2
 _SUM_SPAN = 256
 """Longest run that is summed in the gradient's own precision before it joins the float64 total of the row."""
 
+REASSOCIATE = {"reassoc", "contract", "nsz"}
+"""What sums need to be vectorised. Functions that round by adding and subtracting must not have it."""
+
 _PARALLEL_WORK = 1 << 16
 _CACHE_BYTES = 1 << 19
-_REASSOCIATE = {"reassoc", "contract", "nsz"}
 
 
 def _make_unpacker(bits: int) -> Any:
@@ -89,7 +95,8 @@ def _unpack_row(stream: Any, bits: int, cols: int, codes: Any) -> None:
 
 
 @numba.njit(nogil=True)
-def _as_bfloat16(value: Any) -> Any:
+def as_bfloat16(value: Any) -> Any:
+    """The nearest bfloat16, as float32."""
     # Round to nearest even on the upper half of the float32 pattern.
     pattern = np.float32(value).view(np.uint32)
     pattern = np.uint32(pattern + np.uint32(0x7FFF) + ((pattern >> np.uint32(16)) & np.uint32(1)))
@@ -97,7 +104,8 @@ def _as_bfloat16(value: Any) -> Any:
 
 
 @numba.njit(nogil=True)
-def _as_half(value: Any) -> Any:
+def as_half(value: Any) -> Any:
+    """The nearest float16, as float32."""
     # Ordinary numbers keep 10 fraction bits; below 2^-14 the step is 2^-24, to which float32 rounds near 0.75.
     value = np.float32(value)
     pattern = value.view(np.uint32)
@@ -119,16 +127,16 @@ def _decode_row(codes: Any, scales: Any, zeros: Any, group: int, rounding: int, 
         zero = number(zeros[g])
         if rounding == ROUND_BFLOAT16:
             for j in range(target.shape[0]):
-                target[j] = _as_bfloat16((number(source[j]) - zero) * scale)
+                target[j] = as_bfloat16((number(source[j]) - zero) * scale)
         elif rounding == ROUND_HALF:
             for j in range(target.shape[0]):
-                target[j] = _as_half((number(source[j]) - zero) * scale)
+                target[j] = as_half((number(source[j]) - zero) * scale)
         else:
             for j in range(target.shape[0]):
                 target[j] = (number(source[j]) - zero) * scale
 
 
-@numba.njit(nogil=True, fastmath=_REASSOCIATE)
+@numba.njit(nogil=True, fastmath=REASSOCIATE)
 def _dot(gradient: Any, values: Any) -> float:
     total = 0.0
     for start in range(0, values.shape[0], _SUM_SPAN):
@@ -139,6 +147,20 @@ def _dot(gradient: Any, values: Any) -> float:
             part += left[j] * right[j]
         total += part
     return total
+
+
+@numba.njit(nogil=True, cache=True)
+def pack_rows(codes: Any, bits: int, stream: Any) -> None:
+    """Write codes (rows, cols) as bit streams over ``stream``, the uint8 view of zeroed words."""
+    cols = codes.shape[1]
+    for row in range(codes.shape[0]):
+        for start in range(0, cols, 8):
+            word = np.uint64(0)
+            for i in range(min(8, cols - start)):
+                word |= np.uint64(codes[row, start + i]) << np.uint64(i * bits)
+            first = (start >> 3) * bits
+            for byte in range(min(bits, stream.shape[1] - first)):
+                stream[row, first + byte] = np.uint8((word >> np.uint64(8 * byte)) & np.uint64(255))
 
 
 @numba.njit(nogil=True, cache=True)
@@ -162,7 +184,7 @@ def decode_bfloat16(codes: Any, scales: Any, zeros: Any, group: int, rounding: i
     for row in range(patterns.shape[0]):
         _decode_row(codes[row], scales[row], zeros[row], group, rounding, values)
         for j in range(patterns.shape[1]):
-            rounded = np.float32(_as_bfloat16(values[j]))
+            rounded = np.float32(as_bfloat16(values[j]))
             pattern = rounded.view(np.uint32)
             patterns[row, j] = np.uint16(pattern >> np.uint32(16))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rco.compressors import cpu_kernels
 
-__all__ = ["PackedWeight", "inner_products", "pack", "packed_words", "unpack"]
+__all__ = ["PackedWeight", "inner_products", "on_compiled_path", "pack", "packed_words", "unpack"]
 
 _STORAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ROUNDING = {torch.bfloat16: cpu_kernels.ROUND_BFLOAT16, torch.float16: cpu_kernels.ROUND_HALF}
@@ -30,6 +30,11 @@ _CHUNK_ELEMENTS = 1 << 22
 def packed_words(cols: int, bits: int) -> int:
     """Number of int32 words that a row of ``cols`` codes takes."""
     return -(-cols * bits // 32)
+
+
+def on_compiled_path(tensor: Tensor) -> bool:
+    """Whether the compiled kernels serve this tensor; they read int32 words as little-endian bytes."""
+    return tensor.device.type == "cpu" and sys.byteorder == "little"
 
 
 def _check_bits(bits: int) -> None:
@@ -49,6 +54,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
             f"Code {int(codes.max())} does not fit into {bits} bits (largest: {(1 << bits) - 1})."
         )
     rows, cols = codes.shape
+    if on_compiled_path(codes):
+        packed = torch.zeros(rows, packed_words(cols, bits), dtype=torch.int32)
+        source, stream = codes.contiguous().numpy(), packed.view(torch.uint8).numpy()
+        cpu_kernels.over_rows(rows, cols, lambda a, b: cpu_kernels.pack_rows(source[a:b], bits, stream[a:b]))
+        return packed
     units = -(-cols // 32)
     words = torch.zeros(rows, units, bits, dtype=torch.int32, device=codes.device)
     # Thirty-two codes fill exactly `bits` words; the i-th code of every unit sits at the same place in it.
@@ -72,7 +82,7 @@ def unpack(packed: Tensor, bits: int, cols: int) -> Tensor:
         )
     rows = packed.shape[0]
     codes = torch.empty(rows, cols, dtype=torch.uint8, device=packed.device)
-    if _compiled(packed):
+    if on_compiled_path(packed):
         stream, target = packed.contiguous().view(torch.uint8).numpy(), codes.numpy()
         cpu_kernels.over_rows(
             rows, cols, lambda a, b: cpu_kernels.unpack_rows(stream[a:b], bits, target[a:b])
@@ -172,7 +182,7 @@ class PackedWeight:
         direct = (torch.float32, torch.float64) + (
             () if self.scales.dtype == torch.float64 else (torch.bfloat16,)
         )
-        if _compiled(out) and out.dtype in direct and out.is_contiguous():
+        if on_compiled_path(out) and out.dtype in direct and out.is_contiguous():
             _decode_compiled(self, out)
         else:
             step = max(1, _CHUNK_ELEMENTS // max(1, self.shape[1]))
@@ -204,14 +214,9 @@ def inner_products(gradient: Tensor, options: Sequence[PackedWeight | Tensor | N
                 f"the gradient {tuple(gradient.shape)} on {gradient.device}; they must agree."
             )
     gradient = gradient.detach().contiguous()
-    if gradient.device.type == "cpu" and sys.byteorder == "little":
+    if on_compiled_path(gradient):
         return _inner_products_compiled(gradient, options)
     return _inner_products_torch(gradient, options)
-
-
-def _compiled(tensor: Tensor) -> bool:
-    # The kernels read the int32 words as bytes.
-    return tensor.device.type == "cpu" and sys.byteorder == "little"
 
 
 def _decode_rows(weight: PackedWeight, start: int, stop: int) -> Tensor:
