@@ -201,7 +201,7 @@ def _facts(run: RunData, budget: Mapping[str, Any]) -> list[list[Any]]:
     average = number(budget, "average_bits", "budget")
     if average is not None:
         fraction = budget.get("average_bits_exact")
-        same = fraction is None or str(fraction) == short(average, 8)
+        same = fraction is None or exact(_fraction(fraction, "average_bits_exact")) == short(average, 8)
         fact("Average width", f"{short(average, 8)} bits" + ("" if same else f" (exactly {fraction})"))
     stored = number(budget, "bits_per_weight_stored", "budget")
     if stored is None:
