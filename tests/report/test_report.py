@@ -216,11 +216,8 @@ HOSTILE = [
 def test_hostile_names_stay_text(make_quantized, make_pruned, name):
     def poison(value):
         if isinstance(value, str):
-            return (
-                value
-                if value in ("quantization", "expert-pruning", "bits", "experts", "size")
-                else value + name
-            )
+            meant = ("quantization", "expert-pruning", "bits", "experts", "size")
+            return value if value in meant or re.fullmatch(r"\d+/\d+", value) else value + name
         if isinstance(value, dict):
             return {
                 key if key in KEYS or key.isdigit() else key + name: poison(v) for key, v in value.items()
