@@ -9,29 +9,25 @@ integers before it is returned.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rco.core.knapsack_plan import Choices, plans, total_value
 from rco.core.problem import AllocationProblem
 
 __all__ = ["BatchSolution", "Choices", "Solution", "solve_choices", "solve_mckp"]
 
 Status = Literal["optimal", "infeasible", "limit"]
 
-_STATUS: tuple[Status, ...] = ("optimal", "infeasible", "limit")
-_OPTIMAL, _INFEASIBLE, _LIMIT = range(3)
+_STATUS: tuple[Status, ...] = ("optimal", "infeasible", "limit")  # by code
 _DEFAULT_STATES = 50_000_000
 _DEFAULT_SECONDS = 60.0
-_INT64_SAFE = 2**62
-_FIRST_ROOM = 4096  # states per list; grown where a sample needs more
-_LARGEST_KEPT_ROOM = 2**20  # larger lists are freed with the call that needed them
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +41,9 @@ class Solution:
         status: ``"optimal"``; ``"infeasible"`` (the finite values leave no affordable choice); or ``"limit"``
             (the work limit was reached: the allocation is within the budget and within ``gap`` of the optimum).
         gap: Certified bound on how much the optimum can exceed ``value``; 0 when optimal or infeasible.
+
+    With several joint budgets, where merely finding an affordable choice is hard, "limit" may come without one:
+    the allocation is then -1 throughout and the gap infinite.
     """
 
     allocation: np.ndarray
@@ -52,14 +51,6 @@ class Solution:
     cost: Any
     status: Status
     gap: float
-
-
-class Choices(NamedTuple):
-    """What the hot path returns: stacked arrays and nothing else. ``codes``: 0 optimal, 1 infeasible, 2 limit."""
-
-    choices: np.ndarray  # (batch, N) int64
-    codes: np.ndarray  # (batch,) int64
-    gaps: np.ndarray  # (batch,) float64
 
 
 class BatchSolution(Sequence[Solution]):
@@ -77,7 +68,8 @@ class BatchSolution(Sequence[Solution]):
     def value(self) -> np.ndarray:
         """(batch,) float64 sums of the chosen values, ``-inf`` where infeasible."""
         picked = np.take_along_axis(self._values, np.maximum(self._found.choices, 0)[:, :, None], axis=2)
-        return np.where(self._found.codes == _INFEASIBLE, -np.inf, picked[:, :, 0].sum(axis=1))
+        with np.errstate(over="ignore"):
+            return np.where(self._found.choices[:, 0] < 0, -np.inf, picked[:, :, 0].sum(axis=1))
 
     @property
     def gap(self) -> np.ndarray:
@@ -92,10 +84,7 @@ class BatchSolution(Sequence[Solution]):
     @cached_property
     def cost(self) -> list[Any]:
         """Exact total costs, ``None`` where infeasible."""
-        return [
-            None if code == _INFEASIBLE else self._problem.cost(choice)
-            for choice, code in zip(self._found.choices, self._found.codes.tolist(), strict=True)
-        ]
+        return [None if choice[0] < 0 else self._problem.cost(choice) for choice in self._found.choices]
 
     def __len__(self) -> int:
         return len(self._found.choices)
@@ -109,16 +98,11 @@ class BatchSolution(Sequence[Solution]):
             found = Choices(*(array[index] for array in self._found))
             return BatchSolution(self._problem, self._values[index], found)
         choice, code = self._found.choices[index], int(self._found.codes[index])
-        if code == _INFEASIBLE:
-            return Solution(choice, -math.inf, None, "infeasible", 0.0)
-        picked = self._values[index][np.arange(len(choice)), choice]
-        return Solution(
-            choice,
-            float(picked.sum()),
-            self._problem.cost(choice),
-            _STATUS[code],
-            float(self._found.gaps[index]),
-        )
+        gap = float(self._found.gaps[index])
+        if choice[0] < 0:
+            return Solution(choice, -math.inf, None, _STATUS[code], gap)
+        value = total_value(self._values[index], choice)
+        return Solution(choice, value, self._problem.cost(choice), _STATUS[code], gap)
 
     def __iter__(self) -> Iterator[Solution]:
         return (self[i] for i in range(len(self)))
@@ -202,186 +186,19 @@ def _solve(values: np.ndarray, problem: AllocationProblem, max_states: int, time
 
         found = Choices(*solve_joint(values, problem, time_limit))
     else:
-        found = _plans(problem).solve(values, problem, max_states)
+        found = plans(problem).solve(values, problem, max_states)
     _check_budgets(found, problem)
     return found
 
 
-# ------------------------------------------------------------------ preparation, once per problem
-
-
-class _Plan:
-    """A problem laid out for the kernels: blocks contiguous, options by cost, unusable options left out."""
-
-    def __init__(
-        self, costs: np.ndarray, capacity: Sequence[int], allowed: np.ndarray, block_index: np.ndarray | None
-    ) -> None:
-        num_groups, num_options = costs.shape
-        if block_index is None:
-            self.order = np.arange(num_groups)
-            self.offsets = np.array([0, num_groups])
-            cap_of = np.full((num_groups, 1), capacity[0])
-        else:
-            self.order = np.argsort(block_index, kind="stable")
-            self.offsets = np.concatenate([[0], np.cumsum(np.bincount(block_index))])
-            cap_of = np.array(capacity)[block_index[self.order]][:, None]
-        costs = costs[self.order]
-        usable = allowed[self.order] & (costs <= cap_of)
-        # A common factor within a block makes fewer offsets distinct, and lets the budget be rounded down to it.
-        divisor = np.gcd.reduceat(np.gcd.reduce(np.where(usable, costs, 0), axis=1), self.offsets[:-1])
-        divisor = np.maximum(divisor, 1)
-        costs = costs // np.repeat(divisor, np.diff(self.offsets))[:, None]
-        self.capacity = np.array(capacity, dtype=np.int64) // divisor
-        self.perm = np.argsort(np.where(usable, costs, _INT64_SAFE), axis=1, kind="stable")
-        self.costs = np.take_along_axis(costs, self.perm, axis=1)
-        self.counts = usable.sum(axis=1)
-        self.shape = self._shapes()
-        self.room = _FIRST_ROOM
-        self._make_room(int(np.diff(self.offsets).max()), num_options)
-
-    def _shapes(self) -> np.ndarray:
-        """What each block may take for granted, see :func:`rco.core.knapsack_kernels.solve_batch`."""
-        from rco.core.knapsack_kernels import DISTINCT, GENERAL, SELECTION
-
-        index = np.arange(self.costs.shape[1])
-        beyond = index >= self.counts[:, None]
-        steps = np.diff(self.costs, axis=1) > 0
-        distinct = (steps | beyond[:, 1:]).all(axis=1)
-        unit = (self.counts <= 2) & ((self.costs == index) | beyond).all(axis=1)
-        by_block = [np.logical_and.reduceat(rows, self.offsets[:-1]) for rows in (distinct, unit)]
-        return np.where(by_block[1], SELECTION, np.where(by_block[0], DISTINCT, GENERAL))
-
-    def _make_room(self, num_groups: int, num_options: int) -> None:
-        cells, side = num_groups * num_options, num_groups + 32
-        self.workspace = (
-            np.empty((2, cells)),
-            np.empty((4, cells), dtype=np.int64),
-            np.empty((4, side)),
-            np.empty((10, side), dtype=np.int64),
-        )
-        self.lists = _state_lists(self.room)
-
-    def solve(self, values: np.ndarray, max_states: int) -> Choices:
-        """All samples of a batch; a sample that outgrows the state lists is repeated with larger ones."""
-        from rco.core.knapsack_kernels import solve_batch
-
-        batch, num_groups, _ = values.shape
-        found = Choices(
-            np.empty((batch, num_groups), dtype=np.int64), np.empty(batch, dtype=np.int64), np.empty(batch)
-        )
-        done, room, lists = 0, self.room, self.lists
-        while True:
-            done = solve_batch(
-                values, self.costs, self.perm, self.counts, self.order, self.offsets, self.capacity, self.shape,
-                *self.workspace, *lists, max_states, done, *found,
-            )  # fmt: skip
-            if done >= batch:
-                return found
-            room *= 4
-            lists = _state_lists(room)
-            if room <= _LARGEST_KEPT_ROOM:
-                self.room, self.lists = room, lists
-
-
-def _state_lists(room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    return (
-        np.empty((3, room), dtype=np.int64),
-        np.empty((3, room)),
-        np.empty((3, room), dtype=np.int32),
-        np.empty((2, 8 * room), dtype=np.int32),
-    )
-
-
-@dataclass(frozen=True)
-class _Plans:
-    """The knapsack as it is, or, where its integers outgrow int64, rounded in both directions.
-
-    Rounding costs down (and the capacity down: a sum of integers that fits the one fits the other) relaxes the
-    problem, rounding costs up tightens it. If the relaxed optimum is affordable it is the optimum.
-    """
-
-    relaxed: _Plan
-    tightened: _Plan | None
-
-    def solve(self, values: np.ndarray, problem: AllocationProblem, max_states: int) -> Choices:
-        found = self.relaxed.solve(values, max_states)
-        if self.tightened is None:
-            return found
-        for b in range(len(values)):
-            if found.codes[b] == _INFEASIBLE or problem.is_feasible(found.choices[b]):
-                continue
-            bound = _total(values[b], found.choices[b]) + found.gaps[b]
-            found.choices[b], found.codes[b] = self._affordable(values[b], problem, max_states)
-            if found.codes[b] != _INFEASIBLE:
-                found.gaps[b] = max(bound - _total(values[b], found.choices[b]), 0.0)
-                found.codes[b] = _LIMIT if found.gaps[b] > 0 else _OPTIMAL
-        return found
-
-    def _affordable(
-        self, values: np.ndarray, problem: AllocationProblem, max_states: int
-    ) -> tuple[np.ndarray, int]:
-        """The tightened optimum; failing that, the cheapest choice, which tells whether there is any."""
-        assert self.tightened is not None
-        tightened = self.tightened.solve(values[None], max_states)
-        if tightened.codes[0] != _INFEASIBLE:
-            return tightened.choices[0], _LIMIT
-        usable = problem.allowed & (values > -math.inf)
-        priced = np.where(usable, problem.unit_costs[0], problem.unit_costs[0].max() + 1)
-        cheapest = priced.argmin(axis=1)
-        if usable.any(axis=1).all() and problem.is_feasible(cheapest):
-            return cheapest, _LIMIT
-        return np.full(len(values), -1), _INFEASIBLE
-
-
-def _total(values: np.ndarray, choices: np.ndarray) -> float:
-    return float(values[np.arange(len(choices)), choices].sum())
-
-
-# Plans by problem identity; an entry leaves with its problem.
-_PLANS: dict[int, _Plans] = {}
-
-
-def _plans(problem: AllocationProblem) -> _Plans:
-    plans = _PLANS.get(id(problem))
-    if plans is None:
-        plans = _PLANS[id(problem)] = _prepare(problem)
-        weakref.finalize(problem, _PLANS.pop, id(problem), None)
-    return plans
-
-
-def _prepare(problem: AllocationProblem) -> _Plans:
-    costs, allowed, blocks = problem.reduced.costs[0], problem.allowed, problem.block_index
-    dearest = costs.max(axis=1)
-    total = sum(int(c) for c in dearest)
-    capacity = [min(c, total) for c in problem.reduced.capacity]
-    if total < _INT64_SAFE:
-        return _Plans(_Plan(costs.astype(np.int64), capacity, allowed, blocks), None)
-    shift = (total // _INT64_SAFE).bit_length() + 1
-    wide = costs.astype(object)
-    down = (wide >> shift).astype(np.int64)
-    up = (-(-wide >> shift)).astype(np.int64)
-    capacity = [c >> shift for c in capacity]
-    return _Plans(_Plan(down, capacity, allowed, blocks), _Plan(up, capacity, allowed, blocks))
-
-
 def _check_budgets(found: Choices, problem: AllocationProblem) -> None:
     """Cost every allocation again, with the problem's own integers; over budget is a bug, never a result."""
-    if problem.unit_costs.dtype == object or problem.num_joint > 1:
-        over = [
-            b
-            for b in range(len(found.codes))
-            if found.codes[b] != _INFEASIBLE and not problem.is_feasible(found.choices[b])
-        ]
+    if problem.num_joint == 1 and problem.unit_costs.dtype != object:
+        over = plans(problem).over_budget(found, problem)
     else:
-        from rco.core.knapsack_kernels import total_costs
-
-        block_of = problem.block_index
-        if block_of is None:
-            block_of = np.zeros(problem.num_groups, dtype=np.int64)
-        totals = np.empty((len(found.codes), problem.num_budgets), dtype=np.int64)
-        total_costs(problem.unit_costs[0], found.choices, block_of, totals)
-        budgets = np.array([min(b, _INT64_SAFE) for b in problem.unit_budgets])
-        over = np.flatnonzero((totals > budgets).any(axis=1) & (found.codes != _INFEASIBLE)).tolist()
+        over = [
+            b for b, choice in enumerate(found.choices) if choice[0] >= 0 and not problem.is_feasible(choice)
+        ]
     if over:
         raise RuntimeError(
             f"Internal error: the knapsack solver exceeded a budget in sample {over[0]}; please report this with "
