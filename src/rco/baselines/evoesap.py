@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from torch import Tensor
 
-from rco.baselines.common import HasAcceptance, Ladder, blocks_of, knapsack
+from rco.baselines.common import HasAcceptance, Ladder, blocks_of, knapsack, spent_and_budget
 from rco.baselines.evolution import Evolution, EvolutionProcess
 from rco.baselines.harness import Evaluator, Process
 from rco.core.problem import AllocationProblem
@@ -77,6 +77,9 @@ class Sequences:
 
     def fill(self, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """One more upgrade for blocks in random order, again and again, while any is affordable."""
+        spent, budget = spent_and_budget(self.problem, self.express(counts))
+        if len(budget) == 1 and spent[0] == budget[0]:
+            return counts  # every upgrade costs something
         counts = counts.copy()
         waiting = np.arange(len(counts))
         while waiting.size:
@@ -175,7 +178,7 @@ class EvoESAP(Evolution):
 
     name: ClassVar[str] = "evoesap"
 
-    generations: int = 50
+    generations: int | None = 50
     offspring: int = 32
     survivors: tuple[int, ...] = (8, 2, 1)
     batches_per_stage: tuple[int, ...] = (1, 4, 16)

@@ -31,7 +31,7 @@ class Evolution(BudgetedSearch):
     """Settings of the evolutionary baselines.
 
     Args:
-        generations: Rounds of mutation and selection after the initial choice.
+        generations: Rounds of mutation and selection after the initial choice; None: until the allowance ends.
         offspring: Mutants of the parent per generation.
         survivors: How many each stage of a generation keeps; the last keeps one, with the parent in the contest.
         batches_per_stage: Batches that each stage evaluates its contestants on, at most all there are.
@@ -41,7 +41,7 @@ class Evolution(BudgetedSearch):
         mutations: Most elementary mutations per offspring; the number is the smaller of two uniform draws.
     """
 
-    generations: int = 100
+    generations: int | None = 100
     offspring: int = 128
     survivors: tuple[int, ...] = (16, 4, 1)
     batches_per_stage: tuple[int, ...] = (1, 8, 64)
@@ -52,6 +52,7 @@ class Evolution(BudgetedSearch):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(generations=0, offspring=1, initial=1, mutations=1)
+        self.require_end("generations")
         stages = self.batches_per_stage if self.tokens_per_stage is None else self.tokens_per_stage
         if not self.survivors or self.survivors[-1] != 1 or min(self.survivors) < 1:
             raise ValueError(f"survivors must be positive and end with 1, got {self.survivors}.")
@@ -111,7 +112,7 @@ class EvolutionProcess(Process):
     @property
     def steps(self) -> int:
         """The generations, and the initial choice as the first step."""
-        return self.settings.generations + 1
+        return 1 + self.planned(self.settings.generations, self.cost(1))
 
     @property
     def done(self) -> bool:

@@ -26,11 +26,12 @@ class LevelSwitch:
 
     Args:
         problem: Costs and budgets.
-        partners: "size": the other half of a switch is drawn among the groups that balance it exactly, as long as
-            there are any; "any": among all that fit.
+        partners: Where the other half of a switch is drawn from. "any": all groups that help; "size": those that
+            balance it exactly, as long as there are any, which is the published rule for groups of equal size and
+            leaves the share of each size nearly where it began.
     """
 
-    def __init__(self, problem: AllocationProblem, partners: Literal["size", "any"] = "size") -> None:
+    def __init__(self, problem: AllocationProblem, partners: Literal["any", "size"] = "any") -> None:
         self.problem, self.partners = problem, partners
         self.ladder = Ladder(problem)
 
@@ -66,6 +67,8 @@ class LevelSwitch:
         mutant[lowered[0]] = lowered[1]
         if self._over(mutant):  # with joint budgets an option that costs less in all may cost more of one
             return None
+        if not self.problem.monotone and rng.integers(2):
+            return mutant  # where dearer may be worse, spending less is a neighbour too
         freed = self.ladder.change(choices)[:, lowered[0], lowered[1]]
         possible = self.ladder.neighbours(mutant, 1) & self.ladder.fits(mutant)
         possible[lowered[0]] = False
@@ -143,11 +146,11 @@ class EvoPress(Evolution):
 
     name: ClassVar[str] = "evopress"
 
-    partners: Literal["size", "any"] = "size"
+    partners: Literal["any", "size"] = "any"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.partners not in ("size", "any"):
+        if self.partners not in ("any", "size"):
             raise ValueError(f'partners must be "size" or "any", got {self.partners!r}.')
 
     def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:

@@ -107,7 +107,7 @@ class _FrankWolfe(Process):
 
     @property
     def steps(self) -> int:
-        return self.settings.steps
+        return self.planned(self.settings.steps, self.cost(0))
 
     def _points(self) -> int:
         return 1 if self.settings.gates == "expected" else self.settings.samples
@@ -174,7 +174,7 @@ class FrankWolfe(BudgetedSearch):
     """Frank-Wolfe on probabilities under the linear budget, rounded by the knapsack of log p.
 
     Args:
-        steps: Steps T.
+        steps: Steps T; None: until the allowance ends.
         samples: Feasible samples per step whose gradients are averaged.
         batches_per_sample: Batches that each sample is evaluated on.
         gates: "sampled": one-hot gates and the straight-through gradient; "expected": the probabilities
@@ -185,7 +185,7 @@ class FrankWolfe(BudgetedSearch):
 
     name: ClassVar[str] = "frank-wolfe"
 
-    steps: int = 200
+    steps: int | None = 200
     samples: int = 16
     batches_per_sample: int = 1
     gates: Literal["sampled", "expected"] = "sampled"
@@ -195,6 +195,7 @@ class FrankWolfe(BudgetedSearch):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(steps=0, samples=1, batches_per_sample=1, delay=2, averaging=0)
+        self.require_end("steps")
         if self.gates not in ("sampled", "expected"):
             raise ValueError(f'gates must be "sampled" or "expected", got {self.gates!r}.')
 

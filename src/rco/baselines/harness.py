@@ -28,6 +28,7 @@ from rco.core.result import SearchResult, StepRecord
 __all__ = ["BudgetedSearch", "Evaluator", "OutOfAllowance", "Process"]
 
 _STATE_VERSION = 1
+_OPEN_END = 10**9
 _ALLOWANCE = ("max_evaluations", "max_seconds")  # may change when a search is resumed
 
 
@@ -58,6 +59,11 @@ class Evaluator(Counter):
     def evaluations(self) -> int:
         """Batches forwarded so far, a backward counted as two more."""
         return self.forwards + 2 * self.backwards
+
+    @property
+    def allowance(self) -> float:
+        """Evaluations allowed in all, less those kept back."""
+        return self._most
 
     @property
     def left(self) -> float:
@@ -159,6 +165,14 @@ class Process(ABC):
         wanted = available if count is None else min(count, available)
         return batch_order(available, seed=seed, first=first * available, count=wanted)
 
+    def planned(self, steps: int | None, cost: int) -> int:
+        """The steps asked for; for None as many as the allowance holds, which is open where only time limits it."""
+        if steps is not None:
+            return steps
+        return (
+            _OPEN_END if math.isinf(self.evaluator.allowance) else int(self.evaluator.allowance // cost) + 1
+        )
+
     def scores(self) -> Tensor:
         """The prior, or zeros."""
         if self.prior is not None:
@@ -201,6 +215,13 @@ class BudgetedSearch(ABC):
             value = getattr(self, name)
             if value is not None and not value >= low:
                 raise ValueError(f"{name} must be at least {low}, got {value}.")
+
+    def require_end(self, name: str) -> None:
+        """An error if a number of steps is open and no allowance ends the search."""
+        if getattr(self, name) is None and self.max_evaluations is None and self.max_seconds is None:
+            raise ValueError(
+                f"{name}=None goes on until an allowance ends; give max_evaluations or max_seconds."
+            )
 
     @abstractmethod
     def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:

@@ -23,6 +23,9 @@ from rco.core.refine import Candidates
 
 __all__ = ["IMPQ", "Surrogate", "fit_surrogate", "minimise_surrogate"]
 
+# The dual regression holds a few square matrices of this size; 8192 is 0.5 GB each.
+_MOST_OBSERVATIONS = 8192
+
 
 @dataclass(frozen=True)
 class Surrogate:
@@ -156,6 +159,13 @@ class _IMPQ(Process):
         self.settings = settings
         self.low, self.high = _two_options(problem, settings.pair)
         self.switches = np.flatnonzero(self.low != self.high)
+        observations = settings.orders * len(self.switches)
+        if settings.shrinkage < 1 and observations > _MOST_OBSERVATIONS:
+            raise ValueError(
+                f"{settings.orders} orders of {len(self.switches)} groups give {observations} marginals, more than "
+                f"the {_MOST_OBSERVATIONS} whose interactions can be fitted; take fewer orders, or "
+                "shrinkage=1, which leaves interactions out."
+            )
         self.orders: list[np.ndarray] = []
         self.marginals: list[np.ndarray] = []
 

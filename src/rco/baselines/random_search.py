@@ -30,7 +30,7 @@ class _RandomSearch(Process):
 
     @property
     def steps(self) -> int:
-        return self.settings.steps
+        return self.planned(self.settings.steps, self.cost(0))
 
     def cost(self, step: int) -> int:
         return self.settings.samples * len(self.batches)
@@ -63,7 +63,7 @@ class RandomSearch(BudgetedSearch):
     """The best of many feasible draws: exact knapsacks of Gumbel noise, around the prior if there is one.
 
     Args:
-        steps: Rounds of draws.
+        steps: Rounds of draws; None: until the allowance ends.
         samples: Draws per round.
         batches: Batches that every draw is measured on; None: all.
         keep: Best draws that go to the final choice on the selection split.
@@ -71,7 +71,7 @@ class RandomSearch(BudgetedSearch):
 
     name: ClassVar[str] = "random"
 
-    steps: int = 100
+    steps: int | None = 100
     samples: int = 16
     batches: int | None = 4
     keep: int = 4
@@ -79,6 +79,7 @@ class RandomSearch(BudgetedSearch):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(steps=0, samples=1, batches=1, keep=1)
+        self.require_end("steps")
 
     def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
         """Nothing drawn yet."""
