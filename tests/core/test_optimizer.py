@@ -94,7 +94,7 @@ def test_momentum_stays_tangent_under_an_adversarial_bias(kind: str) -> None:
     """Proposition 6: a thousand steps of gradients that mostly push along the normals leave no trace."""
     manifold = BudgetManifold(_problem(kind))
     x = manifold.random_point(1).requires_grad_()
-    optimizer = RiemannianAdam([x], manifold, lr=0.02)
+    optimizer = RiemannianAdam([x], manifold, lr=0.02, one_sided=False)
     generator = torch.Generator().manual_seed(2)
     allowed = torch.tensor(manifold.problem.allowed)
     worst = 0.0
@@ -178,22 +178,53 @@ def test_one_step_is_the_printed_algorithm(kind: str) -> None:
         torch.testing.assert_close(optimizer.state[parameter]["exp_avg"], m, rtol=0, atol=1e-10)
 
 
-def test_the_slack_lets_the_cost_fall() -> None:
-    """With the cheapest options best, "<=" leaves the budget unspent where "==" must spend it."""
+@pytest.mark.parametrize("unit", [1, 10**7])
+@pytest.mark.parametrize("joint", [False, True])
+def test_the_slack_lets_the_cost_fall(unit: int, joint: bool) -> None:
+    """With the cheapest options best, "<=" leaves the budget unspent where "==" must spend it.
+
+    So from a start on the budget itself, and whatever the unit of cost.
+    """
     costs = np.tile(np.arange(1, K + 1), (N, 1))
     values = torch.from_numpy(-costs.astype(float))
     left = {}
     for sense in ("==", "<="):
-        manifold = BudgetManifold(AllocationProblem(costs, 3 * N, sense=sense))
+        all_costs, budget = (
+            (np.stack([costs, costs]) * unit, [3 * N * unit, 4 * N * unit])
+            if joint
+            else (costs * unit, 3 * N * unit)
+        )
+        if joint and sense == "==":
+            budget = [3 * N * unit, 3 * N * unit]
+        manifold = BudgetManifold(AllocationProblem(all_costs, budget, sense=sense))
         x = manifold.random_point(0).requires_grad_()
         optimizer = RiemannianAdam([x], manifold, lr=0.05)
         for _ in range(600):
             optimizer.zero_grad()
             (-(torch.softmax(x, dim=1) * values).sum()).backward()
             optimizer.step()
-        left[sense] = 3 * N - float(manifold.expected_cost(x.detach()))
+        left[sense] = 3 * N - float(manifold.expected_cost(x.detach()).reshape(-1)[0]) / unit
     assert abs(left["=="]) < 1e-9
     assert left["<="] > 1.9 * N
+
+
+@pytest.mark.parametrize("kind", ["slack", "joint slack"])
+def test_one_sided_steps_keep_what_lowers_the_cost_and_no_more(kind: str) -> None:
+    manifold = BudgetManifold(_problem(kind))
+    x = manifold.random_point(1).requires_grad_()
+    optimizer = RiemannianAdam([x], manifold, lr=0.02)
+    generator = torch.Generator().manual_seed(2)
+    lowest = 0.0
+    for _ in range(300):
+        n = manifold.normal(x).reshape(-1, N, K).sum(dim=0)
+        x.grad = torch.randn(N, K, generator=generator, dtype=torch.float64) - 30 * n / n.norm()
+        optimizer.step()
+        state = optimizer.state[x]
+        cosines = _inner_products(manifold, x.detach(), state["exp_avg"], state["slack_momentum"])
+        lowest = min(lowest, float(cosines.min()))
+    assert lowest > -1e-12  # following the negative momentum raises no cost
+    inward = manifold.normal(x).reshape(-1, N, K).sum(dim=0)
+    assert torch.equal(manifold.project(x, inward, one_sided=True), inward)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -300,7 +331,7 @@ def test_any_optimizer_with_a_momentum_can_be_wrapped(name: str, kind: str) -> N
     make, key = WRAPPED[name]
     manifold = BudgetManifold(_problem(kind))
     x = manifold.random_point(0).requires_grad_()
-    optimizer = RiemannianOptimizer(make([x]), manifold)
+    optimizer = RiemannianOptimizer(make([x]), manifold, one_sided=False)
     first = float(_loss(x.detach()))
     for _ in range(100):
         _run(optimizer, x, 1)

@@ -156,13 +156,17 @@ class BudgetManifold:
         return (normal[0] if self.problem.num_joint == 1 else normal).clone()
 
     @overload
-    def project(self, x: Tensor, v: Tensor, slack_component: None = None) -> Tensor: ...
+    def project(
+        self, x: Tensor, v: Tensor, slack_component: None = None, one_sided: bool = False
+    ) -> Tensor: ...
     @overload
-    def project(self, x: Tensor, v: Tensor, slack_component: Tensor) -> tuple[Tensor, Tensor]: ...
+    def project(
+        self, x: Tensor, v: Tensor, slack_component: Tensor, one_sided: bool = False
+    ) -> tuple[Tensor, Tensor]: ...
 
     @torch.no_grad()
     def project(
-        self, x: Tensor, v: Tensor, slack_component: Tensor | None = None
+        self, x: Tensor, v: Tensor, slack_component: Tensor | None = None, one_sided: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The part of ``v`` in the tangent space at ``x``; the identity where the normal vanishes.
 
@@ -171,6 +175,10 @@ class BudgetManifold:
             v: The vector, (N, K).
             slack_component: The vector's component along the slack, shaped as :meth:`slack`. Given, the projected
                 pair is returned; not given, it is taken as zero and the (N, K) part is returned.
+            one_sided: Under ``"<="``, remove only what would raise a cost when ``-v`` is followed, as a descent
+                does; without effect under ``"=="``. The printed projection (False) lets a point that touches the
+                budget leave it only through curvature, so that a search can stick there, the more so the larger
+                the unit in which costs are counted.
         """
         cost = self._cost
         local = cost.local(self._logits(x))
@@ -182,6 +190,7 @@ class BudgetManifold:
         )
         # The augmented normal is (n, 2s); without slack its last entry is zero.
         last = 2 * cost.slack(local) if self._inequality else torch.zeros_like(along)
+        one_sided = one_sided and self._inequality
         if cost.separable:
             projected, moved = torch.empty_like(v), torch.empty_like(along)
             project_rows(
@@ -191,25 +200,30 @@ class BudgetManifold:
                 along.numpy(),
                 cost.order,
                 cost.offsets,
+                one_sided,
                 projected.numpy(),
                 moved.numpy(),
             )
         else:
-            projected, moved = _project_joint(local.normal, last, v, along)
+            projected, moved = _project_joint(local.normal, last, v, along, one_sided)
         return projected if slack_component is None else (projected, moved.reshape(slack_component.shape))
 
     @overload
-    def transport(self, x: Tensor, v: Tensor, slack_component: None = None) -> Tensor: ...
+    def transport(
+        self, x: Tensor, v: Tensor, slack_component: None = None, one_sided: bool = False
+    ) -> Tensor: ...
     @overload
-    def transport(self, x: Tensor, v: Tensor, slack_component: Tensor) -> tuple[Tensor, Tensor]: ...
+    def transport(
+        self, x: Tensor, v: Tensor, slack_component: Tensor, one_sided: bool = False
+    ) -> tuple[Tensor, Tensor]: ...
 
     def transport(
-        self, x: Tensor, v: Tensor, slack_component: Tensor | None = None
+        self, x: Tensor, v: Tensor, slack_component: Tensor | None = None, one_sided: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Carry ``v`` to the tangent space at ``x``, the new point: transport by projection (appendix A.5)."""
         if slack_component is None:
-            return self.project(x, v)
-        return self.project(x, v, slack_component)
+            return self.project(x, v, None, one_sided)
+        return self.project(x, v, slack_component, one_sided)
 
     # ------------------------------------------------------------------------------------------------ retract
 
@@ -275,20 +289,35 @@ class BudgetManifold:
         )
 
 
-def _project_joint(normal: Tensor, last: Tensor, v: Tensor, along: Tensor) -> tuple[Tensor, Tensor]:
+def _project_joint(
+    normal: Tensor, last: Tensor, v: Tensor, along: Tensor, one_sided: bool
+) -> tuple[Tensor, Tensor]:
     """Project out q augmented normals ``(n_j, last_j e_j)`` that may be nearly dependent."""
-    flat = normal.flatten(1)
-    largest = torch.maximum(flat.abs().amax(dim=1), last).clamp_min(1e-300)
-    flat, last = flat / largest[:, None], last / largest
-    norm = (flat.square().sum(dim=1) + last * last).sqrt()
-    norm = torch.where(norm > 0, norm, 1.0)
-    flat, last = flat / norm[:, None], last / norm
-    values, vectors = torch.linalg.eigh(flat @ flat.T + torch.diag(last * last))
+    rows = torch.cat([normal.flatten(1), torch.diag(last)], dim=1)
+    rows = rows / rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-300)
+    norms = rows.norm(dim=1, keepdim=True)
+    rows = rows / torch.where(norms > 0, norms, 1.0)
+    vector = torch.cat([v.flatten(), along])
+    if one_sided:
+        projected, active = vector, rows @ vector < 0
+        noise = 1e-14 * float(vector.norm())
+        # Removing one normal can turn the vector against another; those join until none is left.
+        while bool(active.any()):
+            projected = _remove(rows[active], vector)
+            turned = ~active & (rows @ projected < -noise)
+            if not bool(turned.any()):
+                break
+            active = active | turned
+    else:
+        projected = _remove(rows, vector)
+    return projected[: v.numel()].view_as(v), projected[v.numel() :]
+
+
+def _remove(rows: Tensor, vector: Tensor) -> Tensor:
+    """The part of ``vector`` orthogonal to ``rows``, which have norm one, or zero, and may be dependent."""
+    values, vectors = torch.linalg.eigh(rows @ rows.T)
     keep = values > 1e-13 * values[-1].clamp_min(1e-300)
     inverse = torch.where(keep, 1 / values.clamp_min(1e-300), 0.0)
-    vector = v.flatten()
-    for _ in range(2):  # the second pass removes what rounding left of the normals in the first
-        inner = flat @ vector + last * along
-        coefficient = vectors @ (inverse * (vectors.T @ inner))
-        vector, along = vector - coefficient @ flat, along - coefficient * last
-    return vector.view_as(v), along
+    for _ in range(2):  # the second pass removes what rounding left of the rows in the first
+        vector = vector - (vectors @ (inverse * (vectors.T @ (rows @ vector)))) @ rows
+    return vector

@@ -183,10 +183,14 @@ def project_rows(
     along: np.ndarray,
     order: np.ndarray,
     offsets: np.ndarray,
+    one_sided: bool,
     projected: np.ndarray,
     projected_along: np.ndarray,
 ) -> None:
-    """Remove each block's augmented normal ``(normal rows, last[j])`` from ``(v, along)``."""
+    """Remove each block's augmented normal ``(normal rows, last[j])`` from ``(v, along)``.
+
+    With ``one_sided``, only where the inner product is negative.
+    """
     for j in range(len(offsets) - 1):
         rows = order[offsets[j] : offsets[j + 1]]
         factor, inner, squared = 1.0, 0.0, 0.0
@@ -204,7 +208,8 @@ def project_rows(
                 for k in range(v.shape[1]):
                     largest = max(largest, abs(normal[i, k]))
             factor = 1.0 / largest if largest > 1e-300 else 0.0
-        coefficient = factor * inner / squared if squared > 0.0 else 0.0
+        keep = squared == 0.0 or (one_sided and inner >= 0.0)
+        coefficient = 0.0 if keep else factor * inner / squared
         for i in rows:
             for k in range(v.shape[1]):
                 projected[i, k] = v[i, k] - coefficient * normal[i, k]

@@ -35,9 +35,17 @@ class RiemannianOptimizer(torch.optim.Optimizer):
         optimizer: The torch optimizer, with (N, K) float64 CPU parameters.
         manifold: Where they live. A param group may carry its own under the key ``"manifold"``; a group whose
             manifold is None is optimized without constraint.
+        one_sided: Under ``sense="<="``, whether a gradient or momentum that lowers a cost is left as it is. The
+            printed algorithm (False) projects it as well and can stick to the budget; see
+            :meth:`BudgetManifold.project`.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, manifold: BudgetManifold | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        manifold: BudgetManifold | None = None,
+        one_sided: bool = True,
+    ) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError(
                 "LBFGS takes several inner steps per call and keeps no momentum to transport; wrap SGD, Adam or "
@@ -45,6 +53,7 @@ class RiemannianOptimizer(torch.optim.Optimizer):
             )
         self._inner = optimizer
         self._manifold = manifold
+        self._one_sided = one_sided
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._link()
 
@@ -99,9 +108,12 @@ class RiemannianOptimizer(torch.optim.Optimizer):
         if manifold.problem.sense == "==":
             parameter.grad = manifold.project(parameter, parameter.grad)
             return None
+        sign = -1.0 if group.get("maximize") else 1.0  # momenta always point against the descent
         none = parameter.new_zeros(manifold.problem.num_budgets)
-        parameter.grad, along = manifold.project(parameter, parameter.grad, none)
-        return -along if group.get("maximize") else along
+        descent = sign * parameter.grad
+        projected, along = manifold.project(parameter, descent, none, self._one_sided)
+        parameter.grad = sign * projected
+        return along
 
     def _transport_momentum(self, parameter: Tensor, group: dict[str, Any], along: Tensor | None) -> None:
         manifold: BudgetManifold = group["manifold"]
@@ -114,7 +126,7 @@ class RiemannianOptimizer(torch.optim.Optimizer):
                 momentum.copy_(manifold.transport(parameter, momentum))
             else:
                 component = _slack_momentum(state.get(_SLACK_KEY), along, group)
-                moved, state[_SLACK_KEY] = manifold.transport(parameter, momentum, component)
+                moved, state[_SLACK_KEY] = manifold.transport(parameter, momentum, component, self._one_sided)
                 momentum.copy_(moved)
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,6 +159,7 @@ class RiemannianAdam(RiemannianOptimizer):
         lr: Learning rate.
         betas: Decay rates of the two moments.
         eps: Added to the denominator.
+        one_sided: As for :class:`RiemannianOptimizer`.
     """
 
     def __init__(
@@ -156,8 +169,9 @@ class RiemannianAdam(RiemannianOptimizer):
         lr: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        one_sided: bool = True,
     ) -> None:
-        super().__init__(torch.optim.Adam(params, lr=lr, betas=betas, eps=eps), manifold)
+        super().__init__(torch.optim.Adam(params, lr=lr, betas=betas, eps=eps), manifold, one_sided)
 
 
 def _slack_momentum(previous: Tensor | None, along: Tensor, group: dict[str, Any]) -> Tensor:

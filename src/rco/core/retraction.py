@@ -153,7 +153,7 @@ def _trust_step(
 class SeparableShift:
     """One retraction under one budget or separable blocks.
 
-    Called again, from a base that is finer resolved, if the first call does not converge; at most ``attempts`` times.
+    Called again, up to ``attempts`` times, from a base that is finer resolved if a call does not converge.
 
     Args:
         cost: The expected cost.
