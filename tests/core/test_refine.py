@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rco
-from rco.core.refine import Counter, refine_by_exchange, spend, uniform_allocation
+from rco.core.refine import Counter, refine, spend, uniform_allocation
 from rco.testing import QuadraticObjective, enumerate_feasible, random_problem, true_optimum
 
 
@@ -49,7 +49,7 @@ def test_exchanges_never_lose_and_keep_the_budget(seed):
     start = next(iter(enumerate_feasible(problem)))
     counter = Counter(objective)
     loss = float(counter.selection_losses(start, 3, range(4)).mean())
-    refined = refine_by_exchange(problem, counter, start, loss, allowance=400)
+    refined = refine(problem, counter, start, allowance=400)
     assert problem.is_feasible(refined.choices)
     assert refined.loss <= loss
     assert refined.loss >= true_optimum(problem, objective)[1] - 1e-9
@@ -60,23 +60,20 @@ def test_the_allowance_is_kept():
     objective = QuadraticObjective(8, 4, seed=0)
     counter = Counter(objective)
     start = uniform_allocation(problem)
-    loss = float(counter.selection_losses(start, 4, [0]).mean())
     before = counter.forwards
-    refine_by_exchange(problem, counter, start, loss, allowance=10)
-    assert counter.forwards - before <= 12
+    refine(problem, counter, start, allowance=10)
+    assert counter.forwards - before <= 14
 
 
 def test_exchanges_respect_blocks_and_joint_budgets():
     blocks = rco.AllocationProblem([0, 1, 3], budget=[3, 4], blocks=[0, 0, 0, 1, 1, 1])
     rng = np.random.default_rng(0)
-    joint = rco.AllocationProblem(
-        rng.integers(1, 6, size=(2, 6, 3)), budget=[20, 20], sense="<="
-    )
+    joint = rco.AllocationProblem(rng.integers(1, 6, size=(2, 6, 3)), budget=[20, 20], sense="<=")
     for problem in (blocks, joint):
         objective = QuadraticObjective(6, 3, seed=4)
         start = uniform_allocation(problem)
         counter = Counter(objective)
         loss = float(counter.selection_losses(start, 3, [0]).mean())
-        refined = refine_by_exchange(problem, counter, start, loss, allowance=60)
+        refined = refine(problem, counter, start, allowance=60)
         assert problem.is_feasible(refined.choices)
         assert refined.loss <= loss

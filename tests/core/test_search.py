@@ -68,12 +68,14 @@ def test_resume_gives_the_uninterrupted_result(stop, tmp_path):
 def test_resume_refuses_another_search():
     states = []
     run({"steps": 3, "samples": 2}, on_checkpoint=states.append)
-    with pytest.raises(ValueError, match="lr=0.1"):
+    with pytest.raises(ValueError, match="lr"):
         run({"steps": 3, "samples": 2, "lr": 0.2}, resume=states[0])
     with pytest.raises(ValueError, match="prior"):
         run({"steps": 3, "samples": 2}, resume=states[0], prior=torch.ones(8, 3))
     with pytest.raises(ValueError, match="another problem"):
-        rco.RCO(steps=3, samples=2).search(random_problem(5, 8, 3), QuadraticObjective(8, 3), resume=states[0])
+        rco.RCO(steps=3, samples=2).search(
+            random_problem(5, 8, 3), QuadraticObjective(8, 3), resume=states[0]
+        )
 
 
 def test_same_seed_same_result_other_seed_other_noise():
@@ -115,9 +117,7 @@ def test_selection_split_decides():
 
 def test_unspent_budget_is_spent_where_costlier_is_never_worse():
     # The loss falls with every unit of cost, but so little that a knapsack on log p need not notice.
-    problem = rco.AllocationProblem(
-        [1, 2, 3], budget=17, weights=[2, 3, 1, 2], monotone=True
-    )
+    problem = rco.AllocationProblem([1, 2, 3], budget=17, weights=[2, 3, 1, 2], monotone=True)
 
     def loss(gates):
         return 1.0 - 1e-6 * (gates * torch.tensor([1.0, 2.0, 3.0])).sum()
@@ -163,8 +163,16 @@ def test_joint_budgets_and_blocks():
 def test_bad_settings_and_priors_are_refused():
     problem = random_problem(0)
     objective = QuadraticObjective(6, 3)
-    for settings in ({"steps": -1}, {"samples": 0}, {"lr": 0.0}, {"tau": (0.1, 1.0)}, {"samples": 3, "antithetic": True}):
-        with pytest.raises(ValueError, match=next(iter(settings)) if "antithetic" not in settings else "even"):
+    for settings in (
+        {"steps": -1},
+        {"samples": 0},
+        {"lr": 0.0},
+        {"tau": (0.1, 1.0)},
+        {"samples": 3, "antithetic": True},
+    ):
+        with pytest.raises(
+            ValueError, match=next(iter(settings)) if "antithetic" not in settings else "even"
+        ):
             rco.RCO(**settings)
     with pytest.raises(ValueError, match="shape"):
         rco.RCO(steps=1).search(problem, objective, prior=torch.zeros(2, 2))

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from rco.backends.plan import QuantizationPlan
-from rco.compressors.gptq import HessianAccumulator, gptq
+from rco.compressors.gptq import gptq
 from rco.compressors.grid import Grid, round_to_nearest
+from rco.compressors.hessian import HessianAccumulator
 from rco.compressors.packing import PackedWeight
 from rco.data.calibration import CalibrationSet
 from rco.models.capture import BlockInputs, linear_inputs
@@ -154,7 +155,9 @@ def _block_hessians(
 ) -> dict[str, HessianAccumulator]:
     source = _shared_inputs(loaded, group)
     width = {info.path: info.in_features for info in group}
-    accumulators = {path: HessianAccumulator(width[path]) for path in dict.fromkeys(source.values())}
+    accumulators = {
+        path: HessianAccumulator(width[path], device=loaded.device) for path in dict.fromkeys(source.values())
+    }
     _, block = loaded.layout.blocks(loaded.model)[inputs.position]
 
     def add(path: str, x: Tensor) -> None:
@@ -168,7 +171,7 @@ def _block_hessians(
 def _head_hessian(
     loaded: LoadedModel, inputs: BlockInputs, head: LinearInfo
 ) -> dict[str, HessianAccumulator]:
-    accumulator = HessianAccumulator(head.in_features)
+    accumulator = HessianAccumulator(head.in_features, device=loaded.device)
     for rows in inputs.finish().split(1):
         accumulator.add(rows.reshape(-1, rows.shape[-1]))
     return {head.name: accumulator}
@@ -191,7 +194,7 @@ def _quantize(
     else:
         result = gptq(
             weight,
-            hessian.hessian(),
+            hessian.matrix(),
             grids,
             damp=settings.damp,
             act_order=settings.act_order,

@@ -48,6 +48,7 @@ class LanguageModelObjective:
         batch_size: Sequences per batch.
         top_k: Coarsen the KL to the reference's k likeliest tokens and one bucket for the rest.
         selection: The same on the held-back sequences.
+        curvature: (N, K, K) second-order cost of a switch, if it is known.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class LanguageModelObjective:
         batch_size: int = 1,
         top_k: int | None = None,
         selection: LanguageModelObjective | None = None,
+        curvature: Tensor | None = None,
     ) -> None:
         self._loaded = loaded
         self._calibration = calibration
@@ -73,6 +75,8 @@ class LanguageModelObjective:
         self._reference_head = reference_head
         self.num_batches = -(-len(calibration.tokens) // batch_size)
         self.selection = selection if selection is not None else self
+        if curvature is not None:
+            self.curvature = curvature
         self.tokens_per_batch = batch_size * calibration.tokens.shape[1]
 
     def loss(self, gates: Tensor, batch: int) -> Tensor:

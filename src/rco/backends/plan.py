@@ -147,8 +147,8 @@ def make_plan(
             left = [name for name in names if name in skipped]
             if left and len(left) < len(names):
                 raise ValueError(
-                    f"--serve {preset.name} merges {', '.join(names)} into one matrix: skip all of them or none, not "
-                    f"{', '.join(left)} alone."
+                    f"--serve {preset.name} merges {', '.join(names)} into one matrix: skip all of them or none, "
+                    f"not {', '.join(left)} alone."
                 )
     if not chosen:
         raise ValueError("Every linear is skipped: nothing is left to quantize.")

@@ -89,6 +89,7 @@ class QuantizationBackend(Backend):
         self.store: CandidateStore | None = None
         self._packed: dict[str, dict[str, PackedWeight]] | None = None
         self._prior: Tensor | None = None
+        self.curvature: Tensor | None = None
 
     # ---------------------------------------------------------------- problem
 
@@ -137,7 +138,7 @@ class QuantizationBackend(Backend):
 
     def _explain(self, budget: Budget, costs: np.ndarray, allowed: np.ndarray, error: ValueError) -> str:
         low, high = self.budget_range(budget.kind)
-        return f"--{budget.kind} {budget} cannot be met: with these widths and locks it can be {low} to {high}. ({error})"
+        return f"--{budget.kind} must lie between {low} and {high} here, got {budget}. ({error})"
 
     def budget_range(self, kind: str) -> tuple[str, str]:
         """The lowest and the highest budget of a kind, as a user would write them."""
@@ -281,6 +282,7 @@ class QuantizationBackend(Backend):
                     batch_size=self.batch_size,
                     top_k=self.top_k,
                     selection=held_back,
+                    curvature=self.curvature,
                 )
 
             held_back = make(selection, references[1], None) if selection is not None else None

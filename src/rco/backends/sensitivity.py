@@ -2,8 +2,9 @@
 
 At the full model the KL has no first-order term. Its second-order term is the Fisher form: for a weight change D,
 KL per token is about E[<g, D>^2] / 2, where g is the gradient of log p(y | x) and y is drawn from the model itself.
-A switchable layer gives <G, W_k> for all options from one backward pass, so one pass per sequence yields an unbiased
-estimate for every group and option at once. It serves as a prior, and with an exact knapsack as a baseline.
+A switchable layer gives <G, W_k> for all options from one backward pass, so one pass per sequence yields an
+unbiased estimate for every group and option at once. It serves as a prior and,
+with an exact knapsack, as a baseline.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rco.losses import Head, chunk_length, chunked_cross_entropy
 from rco.models.gating import make_switchable, switchable_model
 from rco.models.precision import computing_in
 
-__all__ = ["fisher_differences", "logits_from_losses", "predicted_losses"]
+__all__ = ["curvature", "fisher_differences", "logits_from_losses", "predicted_losses"]
 
 
 def fisher_differences(
@@ -69,6 +70,14 @@ def fisher_differences(
 def predicted_losses(differences: Tensor) -> Tensor:
     """(N, K) second-order KL of changing one group alone."""
     return 0.5 * differences.square().mean(dim=0)
+
+
+def curvature(differences: Tensor) -> Tensor:
+    """(N, K, K) second-order KL of moving a group from one option to another."""
+    first = differences.permute(1, 2, 0)  # (N, K, S)
+    gram = first @ first.transpose(1, 2) / first.shape[2]
+    square = gram.diagonal(dim1=1, dim2=2)
+    return (0.5 * (square[:, :, None] + square[:, None, :] - 2.0 * gram)).clamp_min(0.0)
 
 
 def logits_from_losses(losses: Tensor, problem: AllocationProblem, strength: float = 1.0) -> Tensor:

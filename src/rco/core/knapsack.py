@@ -181,6 +181,8 @@ def _checked_values(values: Any, problem: AllocationProblem) -> np.ndarray:
 def _solve(values: np.ndarray, problem: AllocationProblem, max_states: int, time_limit: float) -> Choices:
     if max_states < 1:
         raise ValueError(f"max_states must be at least 1, got {max_states}.")
+    if problem.floors is not None:
+        values = problem.floors.enforce(np.where(problem.allowed, values, -np.inf))
     if problem.num_joint > 1:
         from rco.core.knapsack_joint import solve_joint
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rco.core.allocation import Allocation
 from rco.core.exact import ExactArray, exact_array, integer_array
+from rco.core.floors import Floors
 from rco.core.problem_input import (
     check_allowed,
     check_labels,
@@ -34,7 +35,7 @@ from rco.core.problem_input import (
     weighted_costs,
 )
 
-__all__ = ["Allocation", "AllocationProblem", "InfeasibleBudgetError", "ReducedCosts"]
+__all__ = ["Allocation", "AllocationProblem", "Floors", "InfeasibleBudgetError", "ReducedCosts"]
 
 Sense = Literal["==", "<="]
 
@@ -70,6 +71,7 @@ class AllocationProblem:
             are ignored.
         groups: N labels for people.
         options: K labels for people.
+        floors: At least so many groups of each of certain blocks take an option; see :class:`Floors`.
         monotone: Declares that within a group a costlier option is never worse (true of bit widths and of kept
             experts), so that a search may spend what its solution leaves of the budget.
 
@@ -92,6 +94,7 @@ class AllocationProblem:
         groups: Sequence[str] | None = None,
         options: Sequence[str] | None = None,
         monotone: bool = False,
+        floors: Floors | Mapping[str, Any] | None = None,
     ) -> None:
         if sense not in ("==", "<="):
             raise ValueError(f'sense must be "==" or "<=", got {sense!r}.')
@@ -116,6 +119,7 @@ class AllocationProblem:
         broadcast = fill_forbidden(broadcast, self.allowed)
         self._directions = ExactArray(broadcast, costs.denominator)
         self.unit_costs, self.denominator = weighted_costs(self._directions, self._weights)
+        self.floors = Floors.checked(floors, self.unit_costs, self.allowed)
         self._set_blocks(blocks)
         self._set_budgets(budget)
         self._check_range()
@@ -199,10 +203,25 @@ class AllocationProblem:
             self.unit_costs.max(axis=2)
         )
 
+    @cached_property
+    def _floored_range(self) -> tuple[list[int], list[int]]:
+        """As :attr:`unit_range`, with the floors in force."""
+        low, high = self.unit_range
+        if self.floors is None:
+            return low, high
+        groups = np.arange(self.num_groups)
+        values = np.where(self.allowed, -self.unit_costs[0].astype(np.float64), -np.inf)
+        cheapest = self.floors.enforce(values[None])[0].argmax(axis=1)
+        dearest = self.floors.enforce(np.where(self.allowed, -values, -np.inf)[None])[0].argmax(axis=1)
+        return (
+            self._sum_per_budget(self.unit_costs[:, groups, cheapest]),
+            self._sum_per_budget(self.unit_costs[:, groups, dearest]),
+        )
+
     @property
     def feasible_range(self) -> tuple[Any, Any]:
         """Lowest and highest reachable total cost (per budget, if there are several)."""
-        low, high = self.unit_range
+        low, high = self._floored_range
         return (
             self._per_budget([plain(Fraction(v, self.denominator)) for v in low]),
             self._per_budget([plain(Fraction(v, self.denominator)) for v in high]),
@@ -214,7 +233,7 @@ class AllocationProblem:
         return "the budget" if self.num_joint == 1 else f"joint budget {j}"
 
     def _check_range(self) -> None:
-        low, high = self.unit_range
+        low, high = self._floored_range
         for j, budget in enumerate(self.budgets):
             lowest, highest = Fraction(low[j], self.denominator), Fraction(high[j], self.denominator)
             reachable = f"reachable totals lie between {show(lowest)} and {show(highest)}"
@@ -280,6 +299,8 @@ class AllocationProblem:
         """Whether the allocation uses allowed options only and exceeds no budget."""
         choices = self._check_choices(allocation)
         if not self.allowed[np.arange(self.num_groups), choices].all():
+            return False
+        if self.floors is not None and not self.floors.met(choices):
             return False
         return all(u <= b for u, b in zip(self.units(choices), self.unit_budgets, strict=True))
 
@@ -373,6 +394,7 @@ class AllocationProblem:
             "groups": self.groups,
             "options": self.options,
             "monotone": self.monotone,
+            "floors": None if self.floors is None else self.floors.to_dict(),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -390,9 +412,8 @@ class AllocationProblem:
     @classmethod
     def from_dict(cls, described: Mapping[str, Any]) -> AllocationProblem:
         """The inverse of :meth:`to_dict`; unknown keys are an error."""
-        known = {
-            "option_costs", "budget", "weights", "sense", "blocks", "allowed", "groups", "options", "monotone",
-        }  # fmt: skip
+        known = {"option_costs", "budget", "weights", "sense", "blocks", "allowed", "groups", "options"}
+        known |= {"monotone", "floors"}
         unknown = sorted(set(described) - known)
         if unknown:
             raise ValueError(f"Unknown keys {unknown} in a problem; allowed are {sorted(known)}.")

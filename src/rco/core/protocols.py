@@ -10,7 +10,7 @@ from torch import Tensor
 from rco.core.problem import AllocationProblem
 from rco.core.result import SearchResult, StepRecord
 
-__all__ = ["Objective", "Searcher", "SplitObjective", "selection_objective"]
+__all__ = ["CurvedObjective", "Objective", "Searcher", "SplitObjective", "selection_objective"]
 
 
 class Objective(Protocol):
@@ -32,6 +32,23 @@ class SplitObjective(Protocol):
 
     def loss(self, gates: Tensor, batch: int) -> Tensor:
         """As :meth:`Objective.loss`, on the batches that gradients may use."""
+        ...
+
+
+@runtime_checkable
+class CurvedObjective(Protocol):
+    """An objective that knows its second-order term between the options of a group.
+
+    The gradient with respect to the gates says what a switch costs to first order only, which is poor for options
+    that are far apart. ``curvature[i, a, b]`` (N, K, K) adds what moving group i from option a to option b costs to
+    second order, all else unchanged; it is zero for a = b and never negative.
+    """
+
+    num_batches: int
+    curvature: Tensor
+
+    def loss(self, gates: Tensor, batch: int) -> Tensor:
+        """As :meth:`Objective.loss`."""
         ...
 
 

@@ -7,7 +7,7 @@ if it lowers the loss there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rco.core.knapsack import solve_mckp
 from rco.core.problem import AllocationProblem
-from rco.core.protocols import Objective, selection_objective
+from rco.core.protocols import CurvedObjective, Objective, selection_objective
 from rco.core.result import StepRecord
 
 __all__ = [
@@ -25,15 +25,18 @@ __all__ = [
     "Counter",
     "Refined",
     "SampleTracker",
-    "refine_by_exchange",
+    "layer_order",
+    "refine",
     "spend",
     "uniform_allocation",
 ]
 
+# How much more than predicted a switch is taken to cost, from trusting the prediction to hardly moving.
+_DAMPINGS = (1.0, 2.0, 4.0, 8.0, 16.0)
 # Moves that are predicted to pay most are tried first; more than this many are never ranked at once.
 _MOVES_PER_SIDE = 512
 # An exchange round ends after this many proposals in a row that did not pay.
-_PATIENCE = 24
+_PATIENCE = 96
 
 
 class Counter:
@@ -42,6 +45,7 @@ class Counter:
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
         self.selection = selection_objective(objective)
+        self.curvature = objective.curvature if isinstance(objective, CurvedObjective) else None
         self.forwards = 0
         self.backwards = 0
 
@@ -63,6 +67,12 @@ class Counter:
                 f"The objective returned {mean}; check the model and the data, or its arithmetic type."
             )
         return mean, total / len(losses)
+
+    def bend(self, choices: Tensor) -> Tensor | None:
+        """(N, K) second-order cost of switching each group away from ``choices``, if the objective knows it."""
+        if self.curvature is None:
+            return None
+        return self.curvature[torch.arange(len(choices)), choices]
 
     @torch.no_grad()
     def selection_losses(self, choices: np.ndarray, num_options: int, batches: Sequence[int]) -> np.ndarray:
@@ -153,6 +163,13 @@ def spend(problem: AllocationProblem, choices: np.ndarray, values: np.ndarray) -
         choices[group] = option
 
 
+def layer_order(problem: AllocationProblem) -> np.ndarray:
+    """(N, K) values under which :func:`spend` upgrades the first groups first, one option at a time."""
+    order = np.arange(problem.num_groups)[:, None]
+    step = np.arange(problem.num_options)[None, :]
+    return -(order + problem.num_groups * step).astype(np.float64)
+
+
 def uniform_allocation(problem: AllocationProblem) -> np.ndarray:
     """The same option for every group where the budget and the locks let it, the dearest such option.
 
@@ -173,6 +190,10 @@ def uniform_allocation(problem: AllocationProblem) -> np.ndarray:
         )
         if problem.is_feasible(choices) and sum(problem.units(choices)) > sum(best_spent):
             best, best_spent = choices, problem.units(choices)
+    if not problem.is_feasible(best):
+        # Floors, or joint budgets that order the options differently: the cheapest allocation that is feasible.
+        cheap = -problem.float_costs.sum(axis=0)
+        best = np.asarray(solve_mckp(np.where(problem.allowed, cheap, -np.inf), problem).allocation)
     return np.asarray(best, dtype=np.int64)
 
 
@@ -195,9 +216,9 @@ class Candidates:
         solution = solve_mckp(values.numpy(), self.problem)
         self.add(name, np.asarray(solution.allocation), values)
 
-    def add_uniform(self, values: Tensor) -> None:
-        """Take the uniform assignment."""
-        self.add("uniform", uniform_allocation(self.problem), values)
+    def add_uniform(self) -> None:
+        """Take the uniform assignment; what it leaves is spent in the order of the groups, one step at a time."""
+        self.add("uniform", uniform_allocation(self.problem), torch.from_numpy(layer_order(self.problem)))
 
     def best(self) -> tuple[str, np.ndarray, float]:
         """Name, choices and selection loss of the best candidate; equal ones are evaluated once."""
@@ -223,55 +244,114 @@ class Refined:
     accepted: int
 
 
-def refine_by_exchange(
+def refine(
     problem: AllocationProblem,
     counter: Counter,
     choices: np.ndarray,
-    loss: float,
     *,
     allowance: int,
     on_step: Callable[[StepRecord], None] | None = None,
 ) -> Refined:
-    """Try switches of one group and exchanges between two, most promising first, and keep those that pay.
+    """Improve an allocation: many switches at once while a model of the loss finds some that pay, then few.
 
-    The gradient of the loss with respect to the gates, at the current allocation, predicts to first order what
-    every switch gains. A move is kept if it lowers the loss on the selection batches; it is given up as soon as
-    a part of them says it does not. ``allowance`` counts passes over the selection batches.
+    At the current allocation the gradient with respect to the gates, with the objective's curvature if it has one,
+    predicts what every switch costs. First the exact knapsack of those predictions is tried, under growing damping;
+    then single switches and exchanges between two groups, most promising first. A move is kept if it lowers the
+    loss on the selection batches; it is given up as soon as a part of them says it does not. ``allowance`` counts
+    passes over the selection batches.
     """
-    num_batches = counter.selection.num_batches
-    batches = list(range(num_batches))
-    current = counter.selection_losses(choices, problem.num_options, batches)
-    spent = 1.0
-    accepted = 0
-    tried: set[bytes] = {choices.tobytes()}
-    while spent < allowance:
-        gates = torch.nn.functional.one_hot(torch.from_numpy(choices), problem.num_options).double()
-        every = list(range(counter.objective.num_batches))
-        # A backward costs about two forwards.
-        _, gradient = counter.loss_and_gradient(gates, every[: max(1, min(len(every), num_batches))])
-        spent += 3.0
-        improved = False
+    climb = _Climb(problem, counter, choices, allowance, on_step)
+    for propose in (climb.knapsacks, climb.exchanges):
+        while climb.spent < allowance and climb.improve(propose):
+            pass
+    return Refined(climb.choices, float(climb.losses.mean()), int(climb.spent), climb.accepted)
+
+
+class _Climb:
+    """The allocation under refinement, and what it has cost so far."""
+
+    def __init__(
+        self,
+        problem: AllocationProblem,
+        counter: Counter,
+        choices: np.ndarray,
+        allowance: int,
+        on_step: Callable[[StepRecord], None] | None,
+    ) -> None:
+        self.problem, self.counter, self.allowance, self.on_step = problem, counter, allowance, on_step
+        self.batches = list(range(counter.selection.num_batches))
+        self.choices = choices
+        self.losses = counter.selection_losses(choices, problem.num_options, self.batches)
+        self.spent = 1.0
+        self.accepted = 0
+        self._tried: set[bytes] = {choices.tobytes()}
+        self._predicted: tuple[bytes, np.ndarray, np.ndarray] | None = None
+
+    def predict(self) -> tuple[np.ndarray, np.ndarray]:
+        """(N, K) first- and second-order cost of every switch at the current allocation."""
+        key = self.choices.tobytes()
+        if self._predicted is None or self._predicted[0] != key:
+            current = torch.from_numpy(self.choices)
+            gates = torch.nn.functional.one_hot(current, self.problem.num_options).double()
+            count = min(self.counter.objective.num_batches, max(len(self.batches), 1))
+            _, gradient = self.counter.loss_and_gradient(gates, range(count))
+            self.spent += 3.0 * count / len(self.batches)  # a backward costs about two forwards
+            linear = (gradient - gradient.gather(1, current[:, None])).numpy()
+            bend = self.counter.bend(current)
+            self._predicted = (key, linear, np.zeros_like(linear) if bend is None else bend.numpy())
+        return self._predicted[1], self._predicted[2]
+
+    def knapsacks(self) -> Iterator[np.ndarray]:
+        """Best allocations under the predictions, bolder ones first."""
+        linear, bend = self.predict()
+        # Without curvature a fixed toll per switch takes its place.
+        toll = np.full_like(linear, float(np.median(np.abs(linear))))
+        toll[np.arange(len(toll)), self.choices] = 0.0
+        for damping in _DAMPINGS:
+            cost = linear + damping * (bend if bend.any() else toll)
+            solution = solve_mckp(np.where(self.problem.allowed, -cost, -np.inf), self.problem)
+            if solution.status == "infeasible":
+                return
+            found = np.asarray(solution.allocation)
+            yield spend(self.problem, found, -cost) if self.problem.monotone else found
+
+    def exchanges(self) -> Iterator[np.ndarray]:
+        """Neighbours that differ in one or two groups, most promising first."""
+        linear, bend = self.predict()
+        yield from _proposals(self.problem, self.choices, linear + bend)
+
+    def improve(self, propose: Callable[[], Iterator[np.ndarray]]) -> bool:
+        """Take the first proposal that pays; False if none does."""
         failures = 0
-        for proposal in _proposals(problem, choices, gradient.numpy()):
+        for proposal in propose():
             key = proposal.tobytes()
-            if key in tried:
+            if key in self._tried or not self.problem.is_feasible(proposal):
                 continue
-            if spent >= allowance or failures >= _PATIENCE:
-                break
-            tried.add(key)
-            losses, cost = _race(counter, problem, proposal, current, batches)
-            spent += cost
+            if self.spent >= self.allowance or failures >= _PATIENCE:
+                return False
+            self._tried.add(key)
+            losses = self._race(proposal)
             if losses is None:
                 failures += 1
                 continue
-            choices, current, improved, failures = proposal, losses, True, 0
-            accepted += 1
-            if on_step is not None:
-                on_step(_record(counter, accepted, allowance, float(current.mean())))
-            break  # the gradient is of the old allocation: take it anew
-        if not improved:
-            break
-    return Refined(choices, float(current.mean()), int(spent), accepted)
+            self.choices, self.losses = proposal, losses
+            self.accepted += 1
+            if self.on_step is not None:
+                self.on_step(_record(self.counter, int(self.spent), self.allowance, float(losses.mean())))
+            return True  # the predictions were the old allocation's
+        return False
+
+    def _race(self, proposal: np.ndarray) -> np.ndarray | None:
+        """Losses of a proposal that beats the current ones, or None as soon as it falls behind."""
+        losses: list[float] = []
+        total = len(self.batches)
+        for end in sorted({max(1, total // 4), max(1, total // 2), total}):
+            part = self.batches[len(losses) : end]
+            losses.extend(self.counter.selection_losses(proposal, self.problem.num_options, part))
+            self.spent += len(part) / total
+            if not float(np.mean(losses)) < float(self.losses[:end].mean()):
+                return None
+        return np.array(losses)
 
 
 def _record(counter: Counter, step: int, allowance: int, loss: float) -> StepRecord:
@@ -286,33 +366,11 @@ def _record(counter: Counter, step: int, allowance: int, loss: float) -> StepRec
     )
 
 
-def _race(
-    counter: Counter,
-    problem: AllocationProblem,
-    proposal: np.ndarray,
-    current: np.ndarray,
-    batches: list[int],
-) -> tuple[np.ndarray | None, float]:
-    """Losses of a proposal that beats the current ones, or None as soon as it falls behind; and the cost."""
-    losses: list[float] = []
-    checkpoints = {max(1, len(batches) // 4), max(1, len(batches) // 2), len(batches)}
-    start = 0
-    for end in sorted(checkpoints):
-        part = batches[start:end]
-        if part:
-            losses.extend(counter.selection_losses(proposal, problem.num_options, part))
-        start = end
-        if not float(np.mean(losses)) < float(current[: len(losses)].mean()):
-            return None, len(losses) / len(batches)
-    return np.array(losses), 1.0
-
-
-def _proposals(problem: AllocationProblem, choices: np.ndarray, gradient: np.ndarray) -> list[np.ndarray]:
-    """Feasible neighbours, largest predicted decrease first."""
+def _proposals(problem: AllocationProblem, choices: np.ndarray, predicted: np.ndarray) -> list[np.ndarray]:
+    """Feasible neighbours by one switch or two; ``predicted`` (N, K) is what a switch adds to the loss."""
     groups = np.arange(problem.num_groups)
     change = _changes(problem, choices)
     room = _room(problem, choices)
-    predicted = gradient - gradient[groups, choices][:, None]  # (N, K) first-order change of the loss
     possible = problem.allowed.copy()
     possible[groups, choices] = False
     cells = np.flatnonzero(possible.ravel())
@@ -334,7 +392,7 @@ def _proposals(problem: AllocationProblem, choices: np.ndarray, gradient: np.nda
     first, second = np.nonzero(pairs)
     total = np.concatenate([score[fits_alone], score[first] + score[second]])
     singles = np.flatnonzero(fits_alone)
-    order = np.argsort(total, kind="stable")[: 4 * _PATIENCE]
+    order = np.argsort(total, kind="stable")[: 2 * _PATIENCE]
     proposals = []
     for position in order.tolist():
         neighbour = choices.copy()

@@ -23,12 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rco.core import refine as refinement
 from rco.core.knapsack import solve_choices
 from rco.core.manifold import BudgetManifold
 from rco.core.optimizer import RiemannianAdam
 from rco.core.problem import AllocationProblem
 from rco.core.protocols import Objective
-from rco.core.refine import Candidates, Counter, SampleTracker, refine_by_exchange
+from rco.core.refine import Candidates, Counter, SampleTracker
 from rco.core.relaxation import batch_order, expected_cost, gumbel_noise, straight_through, temperature
 from rco.core.result import SearchResult, StepRecord
 
@@ -92,6 +93,7 @@ class GumbelSearch(ABC):
         antithetic: Draw samples in pairs u and 1 - u.
         average_last: Fraction of the steps, counted from the end, whose logits are averaged into a candidate.
         refine: Most evaluations (passes over the selection batches) that exchange moves may spend; 0: none.
+        curvature: Correct the gradient of options that were not sampled by the objective's curvature, if known.
         monotone: Whether costlier options are never worse, so that unspent budget is spent; None: as the
             problem declares.
     """
@@ -107,6 +109,7 @@ class GumbelSearch(ABC):
     antithetic: bool = False
     average_last: float = 0.25
     refine: int = 64
+    curvature: bool = True
     monotone: bool | None = None
 
     def __post_init__(self) -> None:
@@ -240,6 +243,9 @@ class _Run:
                 count=settings.batches_per_sample,
             )
             loss, gate_gradient = self.counter.loss_and_gradient(gates, batches)
+            bend = self.counter.bend(choices[j]) if settings.curvature else None
+            if bend is not None:
+                gate_gradient = gate_gradient + bend
             # The chain rule through the straight-through softmax, kept per sample in a fixed order.
             (sample_gradient,) = torch.autograd.grad(gates, self.logits, gate_gradient)
             gradient += sample_gradient / settings.samples
@@ -288,11 +294,11 @@ class _Run:
         if self.best.choices is not None:
             candidates.add("best sample", self.best.choices, final)
         candidates.add_values("prior", torch.log_softmax(self.prior + self.problem.log_allowed, dim=-1))
-        candidates.add_uniform(final)
+        candidates.add_uniform()
         name, choices, loss = candidates.best()
         if self.settings.refine:
-            refined = refine_by_exchange(
-                self.problem, self.counter, choices, loss, allowance=self.settings.refine, on_step=on_step
+            refined = refinement.refine(
+                self.problem, self.counter, choices, allowance=self.settings.refine, on_step=on_step
             )
             if refined.loss < loss:
                 candidates.losses["refined"] = refined.loss

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rco.settings import setting
 
-__all__ = ["QuantizeConfig"]
+__all__ = ["EvaluateConfig", "ExportConfig", "QuantizeConfig"]
 
 Prior = Literal["fisher", "output-error", "uniform"]
 
@@ -99,3 +99,33 @@ class QuantizeConfig:
         described["store"] = str(self.store) if self.store else None
         described["tau"] = list(self.tau)
         return described
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """What is measured on which models; the flags of ``rco evaluate``."""
+
+    paths: list[str] = setting(help="Runs, checkpoints, Hub ids or built-in names.")
+    reference: str | None = setting(None, help="Full model for KL and recovery.")
+    data: str = setting("builtin", help="Text: files, names, mixtures a+b.")
+    sequences: int = setting(48, help="Sequences to measure on.")
+    length: int = setting(512, help="Tokens per sequence.")
+    tasks: str | None = setting(
+        None, help="Comma-separated JSONL files with multiple-choice or LAMBADA items, or lm-eval task names."
+    )
+    limit: int | None = setting(None, help="Items per task.")
+    batch_size: int = setting(4, help="Sequences at a time.")
+    seed: int = setting(0, help="Picks the sequences.")
+    device: str | None = setting("cpu", help="cpu, cuda or mps.")
+    dtype: str = setting("auto", help="auto, bfloat16 or float32.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """From a finished run to a checkpoint in another format; the flags of ``rco export``."""
+
+    run: Path = setting(help="Folder of a finished run.")
+    format: str = setting("compressed-tensors", help="See `rco ls formats`.")
+    out: Path | None = setting(None, help="Folder of the checkpoint; default: RUN/FORMAT.")
+    overwrite: bool = setting(False, help="Replace what is there.")
+    device: str | None = setting("cpu", help="cpu, cuda or mps.")

@@ -26,7 +26,7 @@ from rco.backends.quantization import QuantizationBackend
 from rco.backends.sensitivity import fisher_differences, logits_from_losses, predicted_losses
 from rco.core.knapsack import solve_mckp
 from rco.core.problem import Allocation, AllocationProblem
-from rco.core.refine import spend, uniform_allocation
+from rco.core.refine import layer_order, spend, uniform_allocation
 from rco.core.result import SearchResult
 from rco.core.search import RCO
 from rco.data.calibration import DataSplits, build_splits
@@ -38,7 +38,7 @@ from rco.pipeline.configs import QuantizeConfig
 from rco.pipeline.estimate import Estimate, estimate
 from rco.pipeline.judge import Judge
 from rco.pipeline.progress import Progress, Silent
-from rco.report.html import build_report
+from rco.report import build_report
 from rco.runs import RunDirectory
 
 __all__ = ["Planned", "QuantizeOutcome", "plan_quantization", "quantize"]
@@ -264,20 +264,13 @@ def _allocations_to_judge(
                 ]
             )
             listed.append((f"uniform {width}", problem.allocation(choices)))
-    interpolation = spend(problem, uniform_allocation(problem), _layer_order(problem))
+    interpolation = spend(problem, uniform_allocation(problem), layer_order(problem))
     listed.append(("uniform interpolation", problem.allocation(interpolation)))
     proxy = solve_mckp(-sensitivities, problem)
     spent = spend(problem, proxy.allocation, -sensitivities)
     listed.append(("proxy knapsack", problem.allocation(spent)))
     listed.append((result.method.upper() if result.method == "rco" else result.method, result.allocation))
     return listed
-
-
-def _layer_order(problem: AllocationProblem) -> np.ndarray:
-    """Values under which spending upgrades the first groups first, one step of width at a time."""
-    order = np.arange(problem.num_groups)[:, None]
-    step = np.arange(problem.num_options)[None, :]
-    return -(order + problem.num_groups * step).astype(np.float64)
 
 
 def _export(

@@ -1,0 +1,53 @@
+"""``rco evaluate``: perplexity, KL and tasks of models side by side."""
+
+from __future__ import annotations
+
+import json
+
+from rco.cli.options import Switches, command_from_config
+from rco.pipeline.configs import EvaluateConfig
+
+__all__ = ["evaluate"]
+
+
+def _evaluate(config: EvaluateConfig, switches: Switches) -> None:
+    """Measure models side by side: perplexity, KL to a reference, tasks.
+
+    rco evaluate tiny-llama
+
+    rco evaluate runs/tiny-llama-bits-2.5 --reference tiny-llama
+    """
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+
+    from rco.cli.progress import make_progress
+    from rco.pipeline.evaluate import evaluate as run_job
+
+    if switches.dry_run:
+        typer.echo(f"would measure {', '.join(config.paths)} on {config.sequences} x {config.length} tokens")
+        return
+    with make_progress(switches.quiet or switches.as_json) as progress:
+        rows = run_job(config, progress)
+    if switches.as_json:
+        typer.echo(json.dumps(rows))
+        return
+    tasks = list(dict.fromkeys(task for row in rows for task in row.get("tasks", {})))
+    table = Table()
+    table.add_column("model", overflow="fold")
+    for name in ["perplexity", "KL", "bytes", *tasks, *(["recovery"] if tasks and len(rows) > 1 else [])]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        error = row["perplexity"]["stderr"]
+        cells = [f"{row['perplexity']['perplexity']:.3f}" + (f" ± {error:.3f}" if error else "")]
+        kl = row.get("kl")
+        cells.append(f"{kl['kl']:.4f} ± {kl['stderr'] or 0.0:.4f}" if kl else "")
+        cells.append(f"{row['bytes']:,}" if "bytes" in row else "")
+        cells += [f"{row['tasks'][t]['acc']:.3f}" if t in row.get("tasks", {}) else "" for t in tasks]
+        if tasks and len(rows) > 1:
+            cells.append(f"{row['recovery']:.1f} %" if "recovery" in row else "")
+        table.add_row(row["model"], *cells)
+    Console().print(table)
+
+
+evaluate = command_from_config(EvaluateConfig, _evaluate)

@@ -1,0 +1,99 @@
+"""Models measured side by side: perplexity, KL to a reference, tasks, size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rco.data.calibration import CalibrationSet, build_calibration
+from rco.evaluation.divergence import ReferenceStates, measure_divergence
+from rco.evaluation.harness import run_harness
+from rco.evaluation.perplexity import measure_perplexity
+from rco.evaluation.size import checkpoint_size
+from rco.evaluation.tasks import evaluate_task, load_task
+from rco.models.loading import LoadedModel, load_model
+from rco.models.precision import computing_in, default_compute_dtype
+from rco.pipeline.configs import EvaluateConfig
+from rco.pipeline.progress import Progress, Silent
+
+__all__ = ["checkpoint_of", "evaluate"]
+
+
+def checkpoint_of(path: str) -> str:
+    """The checkpoint of a run's folder; anything else is taken as it is."""
+    folder = Path(path)
+    if (folder / "allocation.json").is_file() and (folder / "model").is_dir():
+        return str(folder / "model")
+    return path
+
+
+def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> list[dict[str, Any]]:
+    """One row per model, the reference first."""
+    progress = progress or Silent()
+    names = [checkpoint_of(path) for path in config.paths]
+    if config.reference is not None and config.reference not in names:
+        names.insert(0, config.reference)
+    count = progress.stage("evaluation")
+    data: CalibrationSet | None = None
+    states: ReferenceStates | None = None
+    rows: list[dict[str, Any]] = []
+    count(0, len(names))
+    for position, name in enumerate(names):
+        loaded = load_model(name, dtype=config.dtype, device=config.device)
+        with computing_in(loaded.model, default_compute_dtype(loaded.device, loaded.dtype)):
+            mine = build_calibration(
+                config.data,
+                loaded.tokenizer,
+                samples=config.sequences,
+                length=config.length,
+                seed=config.seed,
+                part="evaluation",
+            )
+            if data is not None and mine.fingerprint != data.fingerprint:
+                raise ValueError(
+                    f"{name} tokenizes the text differently from {names[0]}: they cannot be compared by token."
+                )
+            data = mine
+            row = _row(name, loaded, data, config)
+            if config.reference is not None:
+                if name == config.reference:
+                    states = ReferenceStates.compute(loaded, data, batch_size=config.batch_size)
+                elif states is not None:
+                    row["kl"] = measure_divergence(loaded, states, data, batch_size=config.batch_size)
+        rows.append(row)
+        count(position + 1, len(names))
+    _add_recovery(rows)
+    return rows
+
+
+def _row(name: str, loaded: LoadedModel, data: CalibrationSet, config: EvaluateConfig) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "model": name,
+        "perplexity": measure_perplexity(loaded, data, batch_size=config.batch_size),
+    }
+    if loaded.path is not None and any(loaded.path.glob("*.safetensors")):
+        row["bytes"] = checkpoint_size(loaded.path)["bytes"]
+    wanted = [part.strip() for part in (config.tasks or "").split(",") if part.strip()]
+    files = [part for part in wanted if part.endswith(".jsonl")]
+    named = [part for part in wanted if not part.endswith(".jsonl")]
+    tasks = {
+        Path(file).stem: evaluate_task(loaded, load_task(file, limit=config.limit)) for file in files
+    }
+    if named:
+        tasks.update(run_harness(loaded, named, limit=config.limit, seed=config.seed))
+    if tasks:
+        row["tasks"] = tasks
+    return row
+
+
+def _add_recovery(rows: list[dict[str, Any]]) -> None:
+    """Accuracy in per cent of the first model's."""
+    full = rows[0].get("tasks", {})
+    for row in rows[1:]:
+        shares = [
+            100.0 * measured["acc"] / full[task]["acc"]
+            for task, measured in row.get("tasks", {}).items()
+            if full.get(task, {}).get("acc")
+        ]
+        if shares:
+            row["recovery"] = sum(shares) / len(shares)
