@@ -281,7 +281,7 @@ def test_bad_input_is_named() -> None:
         gptq(weight, hessian * torch.nan, [Grid(2)])
     with pytest.raises(ValueError, match="negative diagonal"):
         gptq(weight, -hessian, [Grid(2)])
-    with pytest.raises(ValueError, match="damp must not be negative"):
+    with pytest.raises(ValueError, match="must not be negative"):
         gptq(weight, hessian, [Grid(2)], damp=-1)
     with pytest.raises(ValueError, match="no Cholesky factor"):
         gptq(weight, torch.ones(6, 6) - 1e12 * (1 - torch.eye(6)), [Grid(2)])

@@ -152,15 +152,21 @@ def _dot(gradient: Any, values: Any) -> float:
 @numba.njit(nogil=True, cache=True)
 def pack_rows(codes: Any, bits: int, stream: Any) -> None:
     """Write codes (rows, cols) as bit streams over ``stream``, the uint8 view of zeroed words."""
-    cols = codes.shape[1]
+    whole = codes.shape[1] // 8
     for row in range(codes.shape[0]):
-        for start in range(0, cols, 8):
+        for unit in range(whole):
+            part = codes[row, unit * 8 : unit * 8 + 8]
             word = np.uint64(0)
-            for i in range(min(8, cols - start)):
-                word |= np.uint64(codes[row, start + i]) << np.uint64(i * bits)
-            first = (start >> 3) * bits
-            for byte in range(min(bits, stream.shape[1] - first)):
-                stream[row, first + byte] = np.uint8((word >> np.uint64(8 * byte)) & np.uint64(255))
+            for i in range(8):
+                word |= np.uint64(part[i]) << np.uint64(i * bits)
+            for byte in range(bits):
+                stream[row, unit * bits + byte] = np.uint8((word >> np.uint64(8 * byte)) & np.uint64(255))
+        rest = codes[row, whole * 8 :]
+        word = np.uint64(0)
+        for i in range(rest.shape[0]):
+            word |= np.uint64(rest[i]) << np.uint64(i * bits)
+        for byte in range((rest.shape[0] * bits + 7) // 8):
+            stream[row, whole * bits + byte] = np.uint8((word >> np.uint64(8 * byte)) & np.uint64(255))
 
 
 @numba.njit(nogil=True, cache=True)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rco.compressors import cpu_kernels, grid_kernels
+from rco.compressors.descent import descend
 from rco.compressors.grid import (
     Clip,
     FitSettings,
@@ -100,6 +101,7 @@ def gptq(
     block: int = 128,
     clip: Clip = "search",
     storage_dtype: torch.dtype | None = None,
+    sweeps: int = 0,
 ) -> GPTQResult:
     """Quantize a linear layer's weight to each of several grids.
 
@@ -116,10 +118,14 @@ def gptq(
         block: Most columns that are corrected one by one before the rest is corrected at once.
         clip: Search each group's range, or take the extremes.
         storage_dtype: Type of the scales and of decoded values; that of the weight if not given.
+        sweeps: After GPTQ, pass over all columns at most this often and move each code to where the error is
+            least with all others as they are. Zero is GPTQ proper; a few take about a tenth off the error.
     """
     check_weight(weight)
-    if damp < 0 or block < 1:
-        raise ValueError(f"damp must not be negative and block at least 1, got damp={damp}, block={block}.")
+    if damp < 0 or block < 1 or sweeps < 0:
+        raise ValueError(
+            f"damp and sweeps must not be negative and block at least 1, got {damp=}, {sweeps=}, {block=}."
+        )
     settings = FitSettings(clip, storage_dtype or weight.dtype)
     values = weight.detach().to(working_dtype(weight)).contiguous()
     factors = _factorize(hessian, values, damp, act_order)
@@ -130,6 +136,9 @@ def gptq(
     if not act_order:
         # What an error in a column costs once the columns after it have made up for it as far as they can.
         importance = normalized_importance(factors.inverse_root.diagonal().double() ** -2, values)
+    damped = factors.hessian.clone()
+    damped.diagonal().add_(factors.shift)
+    damped = damped.to(device=values.device, dtype=values.dtype)
     solution = _Solution([], [], [], torch.zeros_like(nearest.losses))
     for k in range(len(grids)):
         solution.codes.append(torch.empty_like(nearest.codes[k]))
@@ -152,6 +161,10 @@ def gptq(
             not act_order,
         )
         solution.losses[members] = part.losses
+    for k, grid in enumerate(grids):
+        fitted = (solution.codes[k], solution.scales[k], solution.zeros[k])
+        if sweeps:
+            solution.losses[k] += descend(values, damped, grid, settings, *fitted, sweeps=sweeps, block=block)
 
     errors, nearest_errors, nearest_rows = _keep_better(values, factors, grids, settings, solution, nearest)
     norm = _root_losses(values, factors).sum() - factors.shift * values.double().square().sum()
@@ -302,17 +315,17 @@ def _columns_compiled(
     errors = [torch.empty(rows, width, dtype=factor.dtype) for _ in grids]
     share, columns = factor.numpy(), importance.numpy()
     group_of, fits = groups.numpy(), np.array(ends, dtype=np.int64)
-    limits = np.array(settings.limits(factor.dtype), dtype=share.dtype)
     tables = [
         (
-            current[k].numpy(), grid, settings.search(grid), solution.scales[k].numpy(),
+            current[k].numpy(), grid, np.array(settings.limits(grid, factor.dtype), dtype=share.dtype),
+            settings.search(grid), solution.scales[k].numpy(),
             solution.zeros[k].numpy(), solution.codes[k].numpy(), errors[k].numpy(), solution.losses[k].numpy(),
         )
         for k, grid in enumerate(grids)
     ]  # fmt: skip
 
     def task(a: int, b: int) -> None:
-        for weight, grid, search, scales, zeros, codes, error, loss in tables:
+        for weight, grid, limits, search, scales, zeros, codes, error, loss in tables:
             grid_kernels.gptq_columns(
                 weight[a:b], share, columns, start, group_of, fits, grid.bits, grid.symmetric, settings.storage,
                 limits, search, scales[a:b], zeros[a:b], codes[a:b], error[a:b], loss[a:b],
@@ -414,12 +427,10 @@ def _keep_better(
             our_error[chosen] = _exact_errors(ours, factors, chosen)
             their_error[chosen] = _exact_errors(theirs, factors, chosen)
         worse = (our_error > their_error).to(values.device)
-        for mine, other in (
-            (solution.codes, nearest.codes),
-            (solution.scales, nearest.scales),
-            (solution.zeros, nearest.zeros),
-        ):
-            mine[k] = torch.where(worse[:, None], other[k], mine[k])
+        if bool(worse.any()):
+            solution.codes[k][worse] = nearest.codes[k][worse]
+            solution.scales[k][worse] = nearest.scales[k][worse]
+            solution.zeros[k][worse] = nearest.zeros[k][worse]
         errors[k] = torch.minimum(our_error, their_error).sum()
         nearest_errors[k] = their_error.sum()
         nearest_rows[k] = worse.sum().to(place)

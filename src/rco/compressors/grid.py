@@ -89,10 +89,10 @@ class FitSettings:
         """The compiled kernels' name of the storage type."""
         return _STORAGE[self.storage_dtype]
 
-    def limits(self, working: torch.dtype) -> tuple[float, float]:
-        """Smallest and largest scale that storage and arithmetic both hold at full precision."""
+    def limits(self, grid: Grid, working: torch.dtype) -> tuple[float, float]:
+        """Smallest scale at full precision and largest one whose outermost codes do not overflow."""
         kinds = torch.finfo(self.storage_dtype), torch.finfo(working)
-        return max(kind.tiny for kind in kinds), min(kind.max for kind in kinds)
+        return max(kind.tiny for kind in kinds), min(kind.max for kind in kinds) / (1 << grid.bits)
 
     def search(self, grid: Grid) -> NDArray[np.float64]:
         """(steps, smallest shrink, refinements, signed), as the kernels take it."""
@@ -161,7 +161,7 @@ def fit_groups(
         return scales, zeros
     source, target, zero = weight.contiguous().numpy(), scales.numpy(), zeros.numpy()
     columns, search = importance.contiguous().numpy(), settings.search(grid)
-    limits = np.array(settings.limits(weight.dtype), dtype=source.dtype)
+    limits = np.array(settings.limits(grid, weight.dtype), dtype=source.dtype)
 
     def task(a: int, b: int) -> None:
         grid_kernels.fit_rows(
@@ -280,7 +280,7 @@ def _fit_torch_rows(
     values: Tensor, grid: Grid, settings: FitSettings, importance: Tensor
 ) -> tuple[Tensor, Tensor]:
     top, half = (1 << grid.bits) - 1, 1 << (grid.bits - 1)
-    tiny, huge = settings.limits(values.dtype)
+    tiny, huge = settings.limits(grid, values.dtype)
 
     def stored(scale: Tensor) -> Tensor:
         size = scale.abs().clamp(tiny, huge).to(settings.storage_dtype).to(values.dtype)
@@ -297,7 +297,7 @@ def _fit_torch_rows(
     most, least = values.amax(dim=1).clamp_min(0), values.amin(dim=1).clamp_max(0)
     size = torch.maximum(most, -least)
     if grid.symmetric:
-        scale = stored(torch.maximum(-least / half, most / (half - 1 if grid.bits > 1 else half)))
+        scale = stored(size * grid_kernels.OFF_TIE / (half - 0.5))
         zero = torch.full_like(scale, half)
     else:
         scale = stored((most - least) / top)

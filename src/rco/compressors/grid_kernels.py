@@ -16,11 +16,13 @@ from rco.compressors.cpu_kernels import REASSOCIATE, as_bfloat16, as_half
 __all__ = [
     "NOISE_FLOOR",
     "NOISE_MARGIN",
+    "OFF_TIE",
     "STORE_BFLOAT16",
     "STORE_DOUBLE",
     "STORE_FLOAT",
     "STORE_HALF",
     "TILE",
+    "descend_columns",
     "differences",
     "fit_rows",
     "gptq_columns",
@@ -29,6 +31,10 @@ __all__ = [
 
 NOISE_MARGIN, NOISE_FLOOR = 1e-5, 1e-10
 """A trial must lower the error by this part of it, and by this part of the squared weights, to be taken."""
+
+OFF_TIE = 1 + 2.0**-16
+"""The extremes of a symmetric group reach half a step beyond the outermost level it shares; this keeps them from
+lying exactly between two codes, where rounding noise would choose."""
 
 STORE_DOUBLE, STORE_BFLOAT16, STORE_HALF, STORE_FLOAT = 0, 1, 2, 3
 
@@ -74,6 +80,24 @@ def _least_squares_scale(values: Any, importance: Any, scale: Any, low: Any, hig
     return product / square if square > 0 else scale
 
 
+@numba.njit(nogil=True, fastmath=REASSOCIATE | {"nnan", "ninf"})
+def _extremes(values: Any) -> Any:
+    number = values.dtype.type
+    most, least = number(0), number(0)
+    for j in range(values.shape[0]):
+        most = max(most, values[j])
+        least = min(least, values[j])
+    return most, least
+
+
+@numba.njit(nogil=True, fastmath=REASSOCIATE)
+def _square_sum(values: Any, importance: Any) -> Any:
+    total = values.dtype.type(0)
+    for j in range(values.shape[0]):
+        total += importance[j] * values[j] * values[j]
+    return total
+
+
 @numba.njit(nogil=True)
 def _fit(
     values: Any, importance: Any, bits: int, symmetric: bool, storage: int, limits: Any, search: Any
@@ -81,17 +105,13 @@ def _fit(
     """Scale and zero point of one group; ``search`` is (steps, smallest shrink, refinements, signed)."""
     number = values.dtype.type
     top = number((1 << bits) - 1)
-    most, least = number(0), number(0)
-    for j in range(values.shape[0]):
-        most, least = max(most, values[j]), min(least, values[j])
+    most, least = _extremes(values)
     steps, refinements = int(search[0]), int(search[2])
     size = max(most, -least)
     half = number(1 << (bits - 1))
     if symmetric:
-        # The smallest scale that clips nothing; a single bit has no level above zero, so there the size stands in.
         zero = half
-        above = half - number(1) if bits > 1 else half
-        scale = _stored(max(-least / half, most / above), storage, limits)
+        scale = _stored(size * number(OFF_TIE) / (half - number(0.5)), storage, limits)
     else:
         scale = _stored((most - least) / top, storage, limits)
         zero = min(max(np.rint(-least / scale), number(0)), top)
@@ -99,10 +119,7 @@ def _fit(
         return scale, zero
     smallest = _error(values, importance, scale, -zero, top - zero)
     # Rounding noise must not decide between trials that are equally good, or exact.
-    floor = number(0)
-    for j in range(values.shape[0]):
-        floor += importance[j] * values[j] * values[j]
-    floor *= number(NOISE_FLOOR)
+    floor = _square_sum(values, importance) * number(NOISE_FLOOR)
     keep = number(1 - NOISE_MARGIN)
     # A symmetric grid has one level more below zero than above; the sign of its scale says which way that points.
     outward = number(-1) if symmetric and search[3] != 0 and most > -least else number(1)
@@ -193,6 +210,7 @@ def differences(
 ) -> None:
     """``result = weight - decoded`` and the squared length of its rows."""
     number = weight.dtype.type
+    ones = np.ones(group, dtype=weight.dtype)
     for row in range(weight.shape[0]):
         size = 0.0
         for g in range(scales.shape[1]):
@@ -203,11 +221,9 @@ def differences(
             for j in range(target.shape[0]):
                 target[j] = (number(code[j]) - zero) * scale
             _round_to_storage(target, storage)
-            part = number(0)
             for j in range(target.shape[0]):
                 target[j] = source[j] - target[j]
-                part += target[j] * target[j]
-            size += part
+            size += _square_sum(target, ones[: target.shape[0]])
         sizes[row] = size
 
 
@@ -347,3 +363,90 @@ def gptq_columns(
             for j in range(width):
                 codes[first + r, start + j] = np.uint8(tile[j, r])
                 errors[first + r, j] = misses[j, r]
+
+
+@numba.njit(nogil=True, cache=True)
+def descend_columns(
+    residual: Any,
+    hessian: Any,
+    start: int,
+    group: int,
+    bits: int,
+    storage: int,
+    scales: Any,
+    zeros: Any,
+    codes: Any,
+    changes: Any,
+    losses: Any,
+) -> None:
+    """Move each code of a block of columns to where the error is least, all other codes as they are.
+
+    Args:
+        residual: ``(W - Q) H`` of the damped Hessian, (rows, in), as it was before the block.
+        hessian: The block of the damped Hessian, (width, width).
+        start: First column of the block.
+        group: Columns per group.
+        bits: Width of a code.
+        storage: Which type the scales are stored in.
+        scales: (rows, groups).
+        zeros: (rows, groups).
+        codes: (rows, in), updated.
+        changes: (rows, width), written: by how much decoded values moved.
+        losses: (rows,), added to: the change of the squared error, never positive.
+    """
+    number = residual.dtype.type
+    rows, width = changes.shape
+    top = number((1 << bits) - 1)
+    tile = np.empty((width, TILE), dtype=residual.dtype)
+    moves = np.zeros((width, TILE), dtype=residual.dtype)
+    scale = np.ones(TILE, dtype=residual.dtype)
+    zero = np.zeros(TILE, dtype=residual.dtype)
+    code = np.zeros(TILE, dtype=residual.dtype)
+    before = np.zeros(TILE, dtype=residual.dtype)
+    after = np.zeros(TILE, dtype=residual.dtype)
+    part = np.empty(TILE, dtype=residual.dtype)
+    for first in range(0, rows, TILE):
+        count = min(TILE, rows - first)
+        tile[:] = 0
+        for r in range(count):
+            for j in range(width):
+                tile[j, r] = residual[first + r, start + j]
+        part[:] = 0
+        settled = 0
+        for j in range(width):
+            g = (start + j) // group
+            for r in range(count):
+                scale[r] = scales[first + r, g]
+                zero[r] = zeros[first + r, g]
+                code[r] = codes[first + r, start + j]
+            column, move = tile[j], moves[j]
+            for i in range(settled, j):
+                share, earlier = hessian[i, j], moves[i]
+                for r in range(TILE):
+                    column[r] -= earlier[r] * share
+            curvature = hessian[j, j]
+            move[:] = 0
+            if curvature > 0:
+                for r in range(TILE):
+                    before[r] = (code[r] - zero[r]) * scale[r]
+                _round_to_storage(before, storage)
+                for r in range(TILE):
+                    best = before[r] + column[r] / curvature
+                    step = np.rint(min(max(best / scale[r], -zero[r]), top - zero[r]))
+                    after[r] = step * scale[r]
+                    code[r] = step + zero[r]
+                _round_to_storage(after, storage)
+                for r in range(count):
+                    by = after[r] - before[r]
+                    change = by * (by * curvature - number(2) * column[r])
+                    if change < 0:
+                        move[r] = by
+                        part[r] += change
+                        codes[first + r, start + j] = np.uint8(code[r])
+            if j + 1 - settled == 4:
+                _correct(tile, moves, hessian, settled, j + 1)
+                settled = j + 1
+        for r in range(count):
+            losses[first + r] += part[r]
+            for j in range(width):
+                changes[first + r, j] = moves[j, r]
