@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rco.cli import bench, ls, quantize, solve
+from rco.cli import bench, evaluate, ls, quantize, report, solve
 
 __all__ = ["app"]
 
@@ -38,6 +38,8 @@ def options(
 
 
 app.command()(quantize.quantize)
+app.command()(evaluate.evaluate)
+app.command()(report.report)
 app.command()(solve.solve)
 app.command()(ls.ls)
 app.add_typer(bench.app, name="bench")

@@ -43,7 +43,7 @@ def command_from_config(config: type, run: Callable[[Any, Switches], None]) -> C
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = run.__doc__
-    command.__name__ = run.__name__
+    command.__name__ = run.__name__.lstrip("_")
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
 

@@ -93,7 +93,7 @@ def _print_plan(planned: Planned, switches: Switches) -> None:
 
 
 def _summary(outcome: QuantizeOutcome) -> dict[str, Any]:
-    metrics = {k: v for k, v in outcome.metrics.items() if k not in ("groups", "sensitivities", "export")}
+    metrics = {k: v for k, v in outcome.metrics.items() if k not in ("groups", "export")}
     return {
         "folder": str(outcome.folder),
         "report": str(outcome.report),

@@ -32,8 +32,11 @@ def solve(
         ),
     ],
     max_states: Annotated[
-        int, typer.Option("--max-states", min=1, help="Work after which a solve stops with a certified gap.")
-    ] = 50_000_000,
+        int,
+        typer.Option(
+            "--max-states", min=1, max=2**31 - 1, help="Work after which a solve stops with a certified gap."
+        ),
+    ] = 20_000_000,
     time_limit: Annotated[
         float, typer.Option("--time-limit", help="Seconds per sample where several joint budgets bind.")
     ] = 60.0,
@@ -59,8 +62,12 @@ def solve(
     except InfeasibleBudgetError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from None
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=_HINT) from None
+    except TypeError as error:
+        raise typer.BadParameter(
+            f"a field holds the wrong kind of thing: {error}", param_hint=_HINT
+        ) from None
 
     if isinstance(solved, Solution):
         infeasible = int(solved.allocation[0]) < 0

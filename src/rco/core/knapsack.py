@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from fractions import Fraction
 from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core.knapsack_plan import Choices, plans, total_value
+from rco.core.knapsack_plan import Choices, over_budget, plans, total_value
 from rco.core.problem import AllocationProblem
 
 __all__ = ["BatchSolution", "Choices", "Solution", "solve_choices", "solve_mckp"]
@@ -26,7 +26,7 @@ __all__ = ["BatchSolution", "Choices", "Solution", "solve_choices", "solve_mckp"
 Status = Literal["optimal", "infeasible", "limit"]
 
 _STATUS: tuple[Status, ...] = ("optimal", "infeasible", "limit")  # by code
-_DEFAULT_STATES = 50_000_000
+_DEFAULT_STATES = 20_000_000
 _DEFAULT_SECONDS = 60.0
 
 
@@ -56,20 +56,15 @@ class Solution:
 class BatchSolution(Sequence[Solution]):
     """A sequence of :class:`Solution`, built as they are asked for, with the stacked arrays beside it."""
 
-    def __init__(self, problem: AllocationProblem, values: np.ndarray, found: Choices) -> None:
-        self._problem, self._values, self._found = problem, values, found
+    def __init__(self, problem: AllocationProblem, found: Choices, value: np.ndarray, units: Any) -> None:
+        self._problem, self._found, self._units = problem, found, units
+        self.value = value
+        """(batch,) float64 sums of the chosen values, ``-inf`` where there is no choice."""
 
     @property
     def allocation(self) -> np.ndarray:
         """(batch, N) int64 option indices."""
         return self._found.choices
-
-    @cached_property
-    def value(self) -> np.ndarray:
-        """(batch,) float64 sums of the chosen values, ``-inf`` where infeasible."""
-        picked = np.take_along_axis(self._values, np.maximum(self._found.choices, 0)[:, :, None], axis=2)
-        with np.errstate(over="ignore"):
-            return np.where(self._found.choices[:, 0] < 0, -np.inf, picked[:, :, 0].sum(axis=1))
 
     @property
     def gap(self) -> np.ndarray:
@@ -81,10 +76,21 @@ class BatchSolution(Sequence[Solution]):
         """One status per sample."""
         return tuple(_STATUS[code] for code in self._found.codes.tolist())
 
-    @cached_property
+    @property
     def cost(self) -> list[Any]:
-        """Exact total costs, ``None`` where infeasible."""
-        return [None if choice[0] < 0 else self._problem.cost(choice) for choice in self._found.choices]
+        """Exact total costs, ``None`` where there is no choice."""
+        return [self._cost(b) for b in range(len(self))]
+
+    def _cost(self, index: int) -> Any:
+        if self._found.choices[index, 0] < 0:
+            return None
+        denominator = self._problem.denominator
+        costs: list[int | Fraction] = [int(u) for u in self._units[index]]
+        if denominator > 1:
+            exact = [Fraction(int(u), denominator) for u in self._units[index]]
+            costs = [cost.numerator if cost.denominator == 1 else cost for cost in exact]
+        several = self._problem.num_joint > 1 or self._problem.block_ids is not None
+        return tuple(costs) if several else costs[0]
 
     def __len__(self) -> int:
         return len(self._found.choices)
@@ -94,15 +100,13 @@ class BatchSolution(Sequence[Solution]):
     @overload
     def __getitem__(self, index: slice) -> BatchSolution: ...
     def __getitem__(self, index: int | slice) -> Solution | BatchSolution:
+        found = self._found
         if isinstance(index, slice):
-            found = Choices(*(array[index] for array in self._found))
-            return BatchSolution(self._problem, self._values[index], found)
-        choice, code = self._found.choices[index], int(self._found.codes[index])
-        gap = float(self._found.gaps[index])
-        if choice[0] < 0:
-            return Solution(choice, -math.inf, None, _STATUS[code], gap)
-        value = total_value(self._values[index], choice)
-        return Solution(choice, value, self._problem.cost(choice), _STATUS[code], gap)
+            part = Choices(*(array[index] for array in found))
+            return BatchSolution(self._problem, part, self.value[index], self._units[index])
+        status = _STATUS[found.codes[index]]
+        value, gap = float(self.value[index]), float(found.gaps[index])
+        return Solution(found.choices[index], value, self._cost(index), status, gap)
 
     def __iter__(self) -> Iterator[Solution]:
         return (self[i] for i in range(len(self)))
@@ -141,7 +145,7 @@ def solve_mckp(
     single = array.ndim == 2
     if single:
         array = array[None]
-    solutions = BatchSolution(problem, array, _solve(array, problem, max_states, time_limit))
+    solutions = BatchSolution(problem, *_solve(array, problem, max_states, time_limit))
     return solutions[0] if single else solutions
 
 
@@ -154,7 +158,7 @@ def solve_choices(
 ) -> Choices:
     """:func:`solve_mckp` for loops: stacked choices, status codes and gaps, without an object per sample."""
     array = _checked_values(values, problem)
-    return _solve(array[None] if array.ndim == 2 else array, problem, max_states, time_limit)
+    return _solve(array[None] if array.ndim == 2 else array, problem, max_states, time_limit)[0]
 
 
 def _checked_values(values: Any, problem: AllocationProblem) -> np.ndarray:
@@ -178,31 +182,26 @@ def _checked_values(values: Any, problem: AllocationProblem) -> np.ndarray:
     return array
 
 
-def _solve(values: np.ndarray, problem: AllocationProblem, max_states: int, time_limit: float) -> Choices:
-    if max_states < 1:
-        raise ValueError(f"max_states must be at least 1, got {max_states}.")
-    if problem.floors is not None:
-        values = problem.floors.enforce(np.where(problem.allowed, values, -np.inf))
+def _solve(
+    values: np.ndarray, problem: AllocationProblem, max_states: int, time_limit: float
+) -> tuple[Choices, np.ndarray, Any]:
+    """What was found, its values, its exact cost in the problem's units; over budget is an error, not a result."""
+    if not 1 <= max_states < 2**31:
+        raise ValueError(f"max_states must lie between 1 and 2**31 - 1, got {max_states}.")
     if problem.num_joint > 1:
         from rco.core.knapsack_joint import solve_joint
 
         found = Choices(*solve_joint(values, problem, time_limit))
     else:
-        found = plans(problem).solve(values, problem, max_states)
-    _check_budgets(found, problem)
-    return found
-
-
-def _check_budgets(found: Choices, problem: AllocationProblem) -> None:
-    """Cost every allocation again, with the problem's own integers; over budget is a bug, never a result."""
-    if problem.num_joint == 1 and problem.unit_costs.dtype != object:
-        over = plans(problem).over_budget(found, problem)
-    else:
-        over = [
-            b for b, choice in enumerate(found.choices) if choice[0] >= 0 and not problem.is_feasible(choice)
-        ]
-    if over:
-        raise RuntimeError(
-            f"Internal error: the knapsack solver exceeded a budget in sample {over[0]}; please report this with "
-            "the problem and the values."
-        )
+        prepared = plans(problem)
+        found = prepared.solve(values, problem, max_states)
+        if problem.unit_costs.dtype != object:
+            return found, *prepared.audit(values, found, problem)
+    worth = np.full(len(values), -math.inf)
+    units: list[list[int] | None] = [None] * len(values)
+    for b, choice in enumerate(found.choices):
+        if choice[0] >= 0:
+            worth[b], units[b] = total_value(values[b], choice), problem.units(choice)
+            if not problem.is_feasible(choice):
+                raise over_budget(b)
+    return found, worth, units

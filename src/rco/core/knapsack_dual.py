@@ -280,22 +280,31 @@ def _threshold(a, m, rank, sample):
 
 
 @internal
-def select(values, perm, counts, order, first, n, capacity, gain, scratch, sample, choice):
-    """The knapsack of at most two options at cost 0 and 1: take the largest gains; returns the code."""
-    positive, forced = 0, 0
+def _gains(values, perm, counts, order, first, n, scale, gain, scratch):
+    """What option 1 is worth above option 0; returns how many are positive, forced (+inf), void, too large."""
+    positive, forced, void, large = 0, 0, 0, 0
     for g in range(n):
         p = first + g
-        x = 0.5 * values[order[p], perm[p, 0]]
-        if counts[p] == 1:
-            x = -np.inf if x > -np.inf else np.nan
-        else:
-            x = 0.5 * values[order[p], perm[p, 1]] - x  # halves, so that no difference overflows
-        if x != x:  # no option left: -inf on both sides
-            return INFEASIBLE
+        low = scale * values[order[p], perm[p, 0]]
+        high = scale * values[order[p], perm[p, 1]] if counts[p] == 2 else -np.inf
+        x = high - low
         gain[g] = x
         scratch[g] = x
         positive += np.int64(x > 0.0)
         forced += np.int64(x == np.inf)
+        void += np.int64(x != x)  # -inf on both sides
+        large += np.int64(abs(x) == np.inf and low > -np.inf and high > -np.inf)
+    return positive, forced, void, large
+
+
+@internal
+def select(values, perm, counts, order, first, n, capacity, gain, scratch, sample, choice):
+    """The knapsack of at most two options at cost 0 and 1: take the largest gains; returns the code."""
+    positive, forced, void, large = _gains(values, perm, counts, order, first, n, 1.0, gain, scratch)
+    if large > 0:  # differences of halves cannot overflow
+        positive, forced, void, large = _gains(values, perm, counts, order, first, n, 0.5, gain, scratch)
+    if void > 0:
+        return INFEASIBLE
     if forced > capacity:
         return INFEASIBLE
     cut, ties = 0.0, np.int64(0)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import zlib
 
+import numpy as np
 from numba import njit
 
 from rco.core import knapsack_dual, knapsack_states
@@ -35,7 +36,7 @@ from rco.core.knapsack_dual import (
 )
 from rco.core.knapsack_states import Candidates, Lists, Order, scan, search, tolerance
 
-__all__ = ["DISTINCT", "GENERAL", "SELECTION", "solve_batch", "total_costs"]
+__all__ = ["DISTINCT", "GENERAL", "SELECTION", "audit", "solve_batch"]
 
 GENERAL, DISTINCT, SELECTION = 0, 1, 2
 
@@ -163,11 +164,29 @@ solve_batch = _compile(
 
 
 @njit(cache=True, error_model="numpy")
-def total_costs(unit_costs, choices, block_of, totals):
-    """Exact int64 totals (batch, J) of the given costs, apart from anything the solver reduced."""
+def audit(values, unit_costs, choices, block_of, budgets, totals, worth):
+    """Cost and value of every sample's choices, apart from anything the solver reduced or scaled.
+
+    Returns the first sample that exceeds a budget, or -1. Values are summed with compensation, so that a total
+    does not depend on the order of groups by more than its last digits.
+    """
+    over = -1
     for b in range(choices.shape[0]):
         for j in range(totals.shape[1]):
             totals[b, j] = 0
-        if choices[b, 0] >= 0:
-            for g in range(choices.shape[1]):
-                totals[b, block_of[g]] += unit_costs[g, choices[b, g]]
+        worth[b] = -np.inf
+        if choices[b, 0] < 0:
+            continue
+        total, lost = 0.0, 0.0
+        for g in range(choices.shape[1]):
+            k = choices[b, g]
+            totals[b, block_of[g]] += unit_costs[g, k]
+            x = values[b, g, k]
+            y = total + x
+            lost += (total - y) + x if abs(total) >= abs(x) else (x - y) + total
+            total = y
+        worth[b] = total + lost if abs(total) < np.inf else total
+        for j in range(totals.shape[1]):
+            if over < 0 and totals[b, j] > budgets[j]:
+                over = b
+    return over

@@ -16,7 +16,7 @@ import numpy as np
 
 from rco.core.problem import AllocationProblem
 
-__all__ = ["INFEASIBLE", "LIMIT", "OPTIMAL", "Choices", "plans", "total_value"]
+__all__ = ["INFEASIBLE", "LIMIT", "OPTIMAL", "Choices", "over_budget", "plans", "total_value"]
 
 OPTIMAL, INFEASIBLE, LIMIT = range(3)
 _INT64_SAFE = 2**62
@@ -81,7 +81,7 @@ class _Plan:
             np.empty((4, side)),
             np.empty((10, side), dtype=np.int64),
         )
-        self.lists = _state_lists(self.room)
+        self.lists = _state_lists(self.room, 8 * self.room)
 
     def solve(self, values: np.ndarray, max_states: int) -> Choices:
         """All samples of a batch; a sample that outgrows the state lists is repeated with larger ones."""
@@ -100,17 +100,18 @@ class _Plan:
             if done >= batch:
                 return found
             room *= 4
-            lists = _state_lists(room)
+            lists = _state_lists(room, min(8 * room, max(max_states, 8 * _FIRST_ROOM)))
             if room <= _LARGEST_KEPT_ROOM:
                 self.room, self.lists = room, lists
 
 
-def _state_lists(room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _state_lists(room: int, nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Four lists of ``room`` states and a tree of so many nodes; memory is taken as it is touched."""
     return (
         np.empty((4, room), dtype=np.int64),
         np.empty((4, room)),
         np.empty((4, room), dtype=np.int32),
-        np.empty((2, 8 * room), dtype=np.int32),
+        np.empty((2, nodes), dtype=np.int32),
     )
 
 
@@ -127,16 +128,18 @@ class Plans:
     block_of: np.ndarray  # (N,) budget that each group counts towards
     budgets: np.ndarray  # (J,) in the problem's own units
 
-    def over_budget(self, found: Choices, problem: AllocationProblem) -> list[int]:
-        """Samples that cost more than the problem's int64 costs and budgets allow."""
-        from rco.core.knapsack_kernels import total_costs
+    def audit(
+        self, values: np.ndarray, found: Choices, problem: AllocationProblem
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Values (batch,) and units of cost (batch, J) of what was found, by the problem's own int64 costs."""
+        from rco.core.knapsack_kernels import audit
 
-        totals = np.empty((len(found.codes), len(self.budgets)), dtype=np.int64)
-        total_costs(problem.unit_costs[0], found.choices, self.block_of, totals)
-        if (totals <= self.budgets).all():
-            return []
-        over = (totals > self.budgets).any(axis=1) & (found.codes != INFEASIBLE)
-        return [int(b) for b in np.flatnonzero(over)]
+        totals = np.empty((len(values), len(self.budgets)), dtype=np.int64)
+        worth = np.empty(len(values))
+        over = audit(values, problem.unit_costs[0], found.choices, self.block_of, self.budgets, totals, worth)
+        if over >= 0:
+            raise over_budget(over)
+        return worth, totals
 
     def solve(self, values: np.ndarray, problem: AllocationProblem, max_states: int) -> Choices:
         """All samples of a batch, never over budget."""
@@ -192,6 +195,14 @@ def total_value(values: np.ndarray, choices: np.ndarray) -> float:
     """Sum of the chosen values."""
     with np.errstate(over="ignore"):  # finite values near the largest float may sum to infinity
         return float(values[np.arange(len(choices)), choices].sum())
+
+
+def over_budget(sample: int) -> RuntimeError:
+    """What must never happen."""
+    return RuntimeError(
+        f"Internal error: the knapsack solver exceeded a budget in sample {sample}; please report this with the "
+        "problem and the values."
+    )
 
 
 # Plans by problem identity; an entry leaves with its problem.

@@ -2,7 +2,7 @@
 
 Each step draws Gumbel samples, makes every sample feasible with the exact knapsack, takes the straight-through
 gradient of the loss, and lets Adam walk on the budget manifold. After the last step the candidates (the final
-and the averaged logits, the best sample, the prior, the uniform assignment) are compared on batches that no
+and the averaged logits, the options' average predicted cost, the best sample, the prior, the uniform assignment) are compared on batches that no
 gradient has used, and the winner is refined; see :mod:`rco.core.refine`.
 
 :class:`GumbelSearch` is that loop with one part left open, the walker, which moves the logits given a gradient.
@@ -197,6 +197,8 @@ class _Run:
         self.prior = _check_prior(prior, problem)
         self.walker = settings.make_walker(problem, self.prior)
         self.average = torch.zeros_like(self.prior)
+        # What each option would cost, predicted at the samples of the last steps.
+        self.prices = torch.zeros_like(self.prior)
         self.averaged = 0
         self.best = SampleTracker(objective.num_batches)
         self.history: list[StepRecord] = []
@@ -232,6 +234,7 @@ class _Run:
         choices = torch.from_numpy(solve_choices(values, self.problem).choices)
 
         gradient = torch.zeros_like(self.logits)
+        prices = torch.zeros_like(self.logits)
         losses = []
         for j in range(settings.samples):
             perturbed = (self.logits + noise[j] + self.problem.log_allowed) / tau
@@ -249,6 +252,7 @@ class _Run:
             # The chain rule through the straight-through softmax, kept per sample in a fixed order.
             (sample_gradient,) = torch.autograd.grad(gates, self.logits, gate_gradient)
             gradient += sample_gradient / settings.samples
+            prices += gate_gradient / settings.samples
             losses.append(loss)
             self.best.see(choices[j].numpy(), batches, loss)
 
@@ -256,6 +260,7 @@ class _Run:
         self.step += 1
         if self.step > settings.steps - max(1, math.ceil(settings.average_last * settings.steps)):
             self.average += self.logits.detach()
+            self.prices += prices.detach()
             self.averaged += 1
         record = self._record(float(np.mean(losses)), tau)
         self.history.append(record)
@@ -291,6 +296,7 @@ class _Run:
         if self.averaged:
             mean = self.average / self.averaged
             candidates.add_values("averaged", torch.log_softmax(mean + self.problem.log_allowed, dim=-1))
+            candidates.add_values("prices", self.problem.log_allowed - self.prices / self.averaged)
         if self.best.choices is not None:
             candidates.add("best sample", self.best.choices, final)
         candidates.add_values("prior", torch.log_softmax(self.prior + self.problem.log_allowed, dim=-1))
@@ -331,6 +337,7 @@ class _Run:
             "logits": self.logits.detach().clone(),
             "walker": self.walker.state_dict(),
             "average": self.average.clone(),
+            "prices": self.prices.clone(),
             "averaged": self.averaged,
             "best": self.best.state(),
             "counter": [self.counter.forwards, self.counter.backwards],
@@ -359,6 +366,7 @@ class _Run:
             self.logits.copy_(state["logits"])
         self.walker.load_state_dict(state["walker"])
         self.average = state["average"].clone()
+        self.prices = state["prices"].clone()
         self.averaged = state["averaged"]
         self.best.load(state["best"])
         self.counter.forwards, self.counter.backwards = state["counter"]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rco.data.calibration import CalibrationSet
+from rco.evaluation.states import ReferenceStates, head_of, hidden_of
 from rco.evaluation.statistics import (
     EvaluationError,
     OnBatch,
     batches,
     describe_sequences,
-    hidden_states,
     sequence_sums,
 )
 from rco.losses import Head, token_kl
@@ -23,46 +22,9 @@ from rco.models.loading import LoadedModel
 __all__ = ["ReferenceStates", "measure_divergence"]
 
 
-@dataclass(frozen=True, eq=False)
-class ReferenceStates:
-    """The full model's last hidden states on a data set: its predictions, without its vocabulary.
-
-    Attributes:
-        hidden: (S, L, H) on the CPU.
-        head: Output layer of the full model.
-        fingerprint: Of the data they belong to.
-    """
-
-    hidden: Tensor
-    head: Head
-    fingerprint: str
-
-    @classmethod
-    @torch.no_grad()
-    def compute(
-        cls,
-        loaded: LoadedModel,
-        data: CalibrationSet,
-        *,
-        batch_size: int = 8,
-        on_batch: OnBatch | None = None,
-    ) -> ReferenceStates:
-        """Run the full model once, so that it need not be in memory (or unaltered) afterwards.
-
-        The output layer is copied: one that is quantized later does not change the reference.
-        """
-        parts = [
-            hidden_states(loaded, data.tokens[rows]).cpu() for rows in batches(data, batch_size, on_batch)
-        ]
-        head = loaded.layout.head(loaded.model)
-        bias = None if head.bias is None else head.bias.detach().clone()
-        kept = replace(head, weight=head.weight.detach().clone(), bias=bias)
-        return cls(torch.cat(parts), kept, data.fingerprint)
-
-
 @torch.no_grad()
 def measure_divergence(
-    loaded: LoadedModel,
+    loaded: LoadedModel | ReferenceStates,
     reference: LoadedModel | ReferenceStates,
     data: CalibrationSet,
     *,
@@ -73,7 +35,7 @@ def measure_divergence(
     """Mean KL(reference || model) per counted prediction, and for each domain.
 
     Args:
-        loaded: The model.
+        loaded: The model, or its hidden states on the same data.
         reference: The full model, or its hidden states on the same data.
         data: Sequences of tokens.
         batch_size: Sequences at a time.
@@ -84,13 +46,7 @@ def measure_divergence(
         ``kl`` in nats per token, its standard error ``stderr`` (None for one sequence), ``tokens``,
         ``sequences``; the same under ``domains`` by name.
     """
-    head = loaded.layout.head(loaded.model)
-    if isinstance(reference, ReferenceStates):
-        if reference.fingerprint != data.fingerprint:
-            raise EvaluationError("The reference was computed on other data; compute it on this data.")
-        reference_head: Head = reference.head
-    else:
-        reference_head = reference.layout.head(reference.model)
+    head, reference_head = head_of(loaded, data), head_of(reference, data)
     if reference_head.vocabulary != head.vocabulary:
         raise EvaluationError(
             f"The reference has {reference_head.vocabulary} tokens and the model {head.vocabulary}: a KL needs "
@@ -102,11 +58,8 @@ def measure_divergence(
         if not mask.any():
             parts.append(torch.zeros(len(tokens), dtype=torch.float64))
             continue
-        hidden = hidden_states(loaded, tokens)[:, :-1]
-        if isinstance(reference, ReferenceStates):
-            target = reference.hidden[rows][:, :-1]
-        else:
-            target = hidden_states(reference, tokens)[:, :-1]
+        hidden = hidden_of(loaded, data, rows)[:, :-1]
+        target = hidden_of(reference, data, rows)[:, :-1]
         values = token_kl(
             hidden, head, target, _on(reference_head, hidden.device), mask.to(hidden.device), top_k=top_k
         )

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from rco.data.calibration import CalibrationSet
-from rco.evaluation.statistics import OnBatch, batches, describe_sequences, hidden_states, sequence_sums
+from rco.evaluation.states import ReferenceStates, head_of, hidden_of
+from rco.evaluation.statistics import OnBatch, batches, describe_sequences, sequence_sums
 from rco.losses import token_cross_entropy
 from rco.models.loading import LoadedModel
 
@@ -17,12 +18,16 @@ __all__ = ["measure_perplexity"]
 
 @torch.no_grad()
 def measure_perplexity(
-    loaded: LoadedModel, data: CalibrationSet, *, batch_size: int = 8, on_batch: OnBatch | None = None
+    loaded: LoadedModel | ReferenceStates,
+    data: CalibrationSet,
+    *,
+    batch_size: int = 8,
+    on_batch: OnBatch | None = None,
 ) -> dict[str, Any]:
     """Perplexity over all counted predictions, and for each domain.
 
     Args:
-        loaded: The model.
+        loaded: The model, or its hidden states on this data.
         data: Sequences of tokens.
         batch_size: Sequences at a time.
         on_batch: Called with (batches done, all batches).
@@ -31,14 +36,14 @@ def measure_perplexity(
         ``perplexity``, its standard error ``stderr`` (None for one sequence), the mean negative log-likelihood
         ``nll`` in nats per token and ``nll_stderr``, ``tokens``, ``sequences``; the same under ``domains`` by name.
     """
-    head = loaded.layout.head(loaded.model)
+    head = head_of(loaded, data)
     parts = []
     for rows in batches(data, batch_size, on_batch):
         tokens, mask = data.tokens[rows], data.mask[rows][:, :-1]
         if not mask.any():
             parts.append(torch.zeros(len(tokens), dtype=torch.float64))
             continue
-        hidden = hidden_states(loaded, tokens)[:, :-1]
+        hidden = hidden_of(loaded, data, rows)[:, :-1]
         values = token_cross_entropy(hidden, head, tokens[:, 1:].to(hidden.device), mask.to(hidden.device))
         parts.append(sequence_sums(values, mask))
     counts = data.mask[:, :-1].sum(1)

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from rco.data.calibration import CalibrationSet, build_calibration
-from rco.evaluation.divergence import ReferenceStates, measure_divergence
+from rco.evaluation.divergence import measure_divergence
 from rco.evaluation.harness import run_harness
 from rco.evaluation.perplexity import measure_perplexity
 from rco.evaluation.size import checkpoint_size
+from rco.evaluation.states import ReferenceStates
 from rco.evaluation.tasks import evaluate_task, load_task
 from rco.models.loading import LoadedModel, load_model
 from rco.models.precision import computing_in, default_compute_dtype
@@ -76,9 +77,7 @@ def _row(name: str, loaded: LoadedModel, data: CalibrationSet, config: EvaluateC
     wanted = [part.strip() for part in (config.tasks or "").split(",") if part.strip()]
     files = [part for part in wanted if part.endswith(".jsonl")]
     named = [part for part in wanted if not part.endswith(".jsonl")]
-    tasks = {
-        Path(file).stem: evaluate_task(loaded, load_task(file, limit=config.limit)) for file in files
-    }
+    tasks = {Path(file).stem: evaluate_task(loaded, load_task(file, limit=config.limit)) for file in files}
     if named:
         tasks.update(run_harness(loaded, named, limit=config.limit, seed=config.seed))
     if tasks:

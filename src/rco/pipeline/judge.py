@@ -7,8 +7,9 @@ from typing import Any
 from rco.backends.quantization import QuantizationBackend
 from rco.core.problem import Allocation, AllocationProblem
 from rco.data.calibration import CalibrationSet
-from rco.evaluation.divergence import ReferenceStates, measure_divergence
+from rco.evaluation.divergence import measure_divergence
 from rco.evaluation.perplexity import measure_perplexity
+from rco.evaluation.states import ReferenceStates
 from rco.models.precision import computing_in
 
 __all__ = ["Judge"]
@@ -34,19 +35,19 @@ class Judge:
     def row(self, name: str, allocation: Allocation | None, problem: AllocationProblem) -> dict[str, Any]:
         """One line of the comparison; None is the full model."""
         backend, loaded = self._backend, self._backend.loaded
+        reference = self.reference
         if allocation is None:
-            with computing_in(loaded.model, backend.compute_dtype):
-                perplexity = measure_perplexity(loaded, self._data, batch_size=self._batch_size)
+            states = reference
             divergence: dict[str, Any] = {"kl": 0.0, "stderr": 0.0, "domains": {}}
             bits = float(loaded.dtype.itemsize * 8)
         else:
-            reference = self.reference
             with backend.apply(allocation):
-                perplexity = measure_perplexity(loaded, self._data, batch_size=self._batch_size)
-                divergence = measure_divergence(loaded, reference, self._data, batch_size=self._batch_size)
+                states = ReferenceStates.compute(loaded, self._data, batch_size=self._batch_size)
+            divergence = measure_divergence(states, reference, self._data, batch_size=self._batch_size)
             widths = backend.choice_of(allocation)
             counts = {info.name: info.parameters for info in backend.plan.linears}
             bits = sum(widths[n] * counts[n] for n in counts) / sum(counts.values())
+        perplexity = measure_perplexity(states, self._data, batch_size=self._batch_size)
         return {
             "name": name,
             "bits": bits,

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from rco import tables
 from rco.backends.base import Budget
 from rco.backends.candidates import CandidateSettings
 from rco.backends.plan import LEAVE_ALONE, QuantizationPlan, make_plan
 from rco.backends.quantization import QuantizationBackend
-from rco.backends.sensitivity import fisher_differences, logits_from_losses, predicted_losses
+from rco.backends.sensitivity import curvature, fisher_differences, logits_from_losses, predicted_losses
 from rco.core.knapsack import solve_mckp
 from rco.core.problem import Allocation, AllocationProblem
 from rco.core.refine import layer_order, spend, uniform_allocation
@@ -33,6 +34,7 @@ from rco.data.calibration import DataSplits, build_splits
 from rco.evaluation.size import average_bits, checkpoint_size
 from rco.export.compressed_tensors import check_exportable
 from rco.export.engines import validate_for_engine
+from rco.folders import atomic_path
 from rco.models.loading import LoadedModel, load_model
 from rco.pipeline.configs import QuantizeConfig
 from rco.pipeline.estimate import Estimate, estimate
@@ -127,7 +129,9 @@ def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Quanti
         )
         with _timed(run, "candidates"):
             backend.prepare(data.search)
-        sensitivities = _sensitivities(config, backend, data, progress, run)
+        differences = _sensitivities(config, backend, data, progress, run)
+        sensitivities = predicted_losses(differences).numpy()
+        backend.curvature = curvature(differences)
         result = _search(config, planned, data, sensitivities, run, progress)
         metrics = _describe(config, planned, result, sensitivities)
         run.update_metrics(metrics)
@@ -146,18 +150,21 @@ def _sensitivities(
     data: DataSplits,
     progress: Progress,
     run: RunDirectory,
-) -> np.ndarray:
-    """(N, K) predicted loss of every option, from the run if it is there."""
-    saved = run.metrics.get("sensitivities")
-    if saved is not None:
-        return np.array(saved)
+) -> torch.Tensor:
+    """(S, N, K) first-order differences of every option on every sequence, from the run if they are there."""
+    saved = run.folder / "sensitivities.safetensors"
+    if saved.exists():
+        return load_file(saved)["differences"]
     with _timed(run, "sensitivities"):
         differences = fisher_differences(
-            backend, data.search, seed=config.seed, on_progress=progress.stage("sensitivities")
+            backend,
+            data.search.select(slice(0, config.sensitivity)),
+            seed=config.seed,
+            on_progress=progress.stage("sensitivities"),
         )
-        predicted = predicted_losses(differences).numpy()
-    run.update_metrics({"sensitivities": predicted.tolist()})
-    return predicted
+    with atomic_path(saved) as temporary:
+        save_file({"differences": differences}, temporary)
+    return differences
 
 
 def _prior(config: QuantizeConfig, planned: Planned, sensitivities: np.ndarray) -> torch.Tensor | None:
@@ -236,7 +243,12 @@ def _judge(
     with _timed(run, "evaluation"):
         for position, (name, allocation) in enumerate(wanted):
             if name not in done:
-                rows.append(judge.row(name, allocation, planned.problem))
+                rows.append(
+                    {
+                        **judge.row(name, allocation, planned.problem),
+                        "chosen": allocation is result.allocation,
+                    }
+                )
                 run.update_metrics({"evaluation": rows})
             count(position + 1, len(wanted))
 
