@@ -242,6 +242,14 @@ def test_selection_takes_the_first_of_equal_gains():
     assert solve_mckp(values, problem).status == "infeasible"
 
 
+def test_selection_at_the_ends_of_the_floats():
+    problem = AllocationProblem([0, 1], 1, np.ones(3, dtype=int))
+    tiny = np.array([[0.0, 5e-324], [0.0, 1e-323], [0.0, 5e-324]])
+    assert solve_mckp(tiny, problem).allocation.tolist() == [0, 1, 0]
+    large = np.array([[-1.5e308, 1.5e308], [-1.7e308, 1.7e308], [-1.0, 1.6e308]])
+    assert solve_mckp(large, problem).allocation.tolist() == [0, 1, 0]
+
+
 # ----------------------------------------------------------------- shapes and input
 
 

@@ -296,7 +296,7 @@ def _run(kind, count, seed):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_equals_dynamic_programming(kind):
-    _run(kind, 70, 0)
+    _run(kind, 66, 0)
 
 
 @pytest.mark.slow
@@ -326,6 +326,82 @@ def test_dynamic_programming_equals_enumeration():
             assert (best is None) == (instance.best() is None)
             if best is not None:
                 assert instance.best() == pytest.approx(best, rel=1e-12, abs=1e-12 * instance.scale())
+
+
+def _larger(rng, kind):
+    """Up to 60 groups with small whole costs, of the kinds that bounds prune badly."""
+    shape = int(rng.integers(5, 60)), int(rng.integers(2, 9))
+    costs = rng.integers(0, 120, shape)
+    if kind == "value is cost plus a constant":
+        values = costs + 10.0
+    elif kind == "value near cost":
+        values = costs * (1 + rng.uniform(-0.01, 0.01, shape))
+    elif kind == "few values":
+        values = rng.integers(0, 5, shape).astype(float)
+    elif kind == "two sizes":
+        costs = rng.choice([51, 26], (shape[0], 1)) * np.arange(shape[1])
+        values = rng.gumbel(size=shape)
+    elif kind == "one odd group":
+        costs = 2 * costs
+        costs[0] += np.arange(shape[1]) % 2
+        values = costs.astype(float)
+    else:
+        costs = rng.choice([0, 97, 89, 101], shape)
+        values = np.sqrt(costs) + rng.choice([0, 0.5, 1e-9], shape)
+    return costs, values, int(rng.integers(costs.min(axis=1).sum(), costs.max(axis=1).sum() + 1))
+
+
+_LARGER = [
+    "value is cost plus a constant",
+    "value near cost",
+    "few values",
+    "two sizes",
+    "one odd group",
+    "primes",
+]
+
+
+def _grid(costs, values, budget):
+    """The optimum over a grid of all budgets."""
+    best = np.full(budget + 1, -np.inf)
+    best[0] = 0.0
+    for row_costs, row_values in zip(costs, values, strict=True):
+        following = np.full(budget + 1, -np.inf)
+        for cost, value in zip(row_costs, row_values, strict=True):
+            if cost <= budget:
+                np.maximum(following[cost:], best[: budget + 1 - cost] + value, out=following[cost:])
+        best = following
+    return best.max()
+
+
+def _against_grid(kind, count, seed):
+    rng = np.random.default_rng([zlib.crc32(kind.encode()), seed])
+    limited = 0
+    for _ in range(count):
+        costs, values, budget = _larger(rng, kind)
+        best = _grid(costs, values, budget)
+        problem = AllocationProblem(costs, budget, sense="<=")
+        solution = solve_mckp(values, problem)
+        assert solution.status == "optimal"
+        assert solution.cost <= budget
+        assert solution.value == pytest.approx(best, rel=1e-11)
+        # Stopped early, it says how far off it may be.
+        stopped = solve_mckp(values, problem, max_states=int(rng.integers(1, 300)))
+        assert stopped.cost <= budget
+        assert best - stopped.gap - 1e-9 <= stopped.value <= best + 1e-9
+        limited += stopped.status == "limit"
+    assert limited > 0 or kind == "few values"
+
+
+@pytest.mark.parametrize("kind", _LARGER)
+def test_equals_a_budget_grid(kind):
+    _against_grid(kind, 40, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", _LARGER)
+def test_equals_a_budget_grid_on_many(kind):
+    _against_grid(kind, 1000, 1)
 
 
 def _qwen_weights(rng, odd):
