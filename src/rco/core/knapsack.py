@@ -188,6 +188,8 @@ def _solve(
     """What was found, its values, its exact cost in the problem's units; over budget is an error, not a result."""
     if not 1 <= max_states < 2**31:
         raise ValueError(f"max_states must lie between 1 and 2**31 - 1, got {max_states}.")
+    if problem.floors is not None:
+        values = problem.floors.enforce(np.where(problem.allowed, values, -np.inf))
     if problem.num_joint > 1:
         from rco.core.knapsack_joint import solve_joint
 
