@@ -347,6 +347,19 @@ def test_importing_compiles_nothing():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_without_a_place_for_the_cache_compilation_goes_on(monkeypatch, caplog):
+    from rco.core import knapsack_dual
+
+    def njit(function, cache=False, **options):
+        if cache:
+            raise RuntimeError("no locator available")
+        return function
+
+    monkeypatch.setattr(knapsack_dual, "njit", njit)
+    assert knapsack_dual.entry(len) is len
+    assert "no locator available" in caplog.text
+
+
 # ------------------------------------------------------------------- joint budgets
 
 

@@ -14,6 +14,7 @@ costs more than the arithmetic here. Choices that data decide like a coin toss a
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ __all__ = [
     "Active",
     "Options",
     "drop_equal",
+    "entry",
     "fill",
     "internal",
     "multiplier",
@@ -34,6 +36,8 @@ __all__ = [
     "select",
     "undominated",
 ]
+
+_log = logging.getLogger(__name__)
 
 OPTIMAL, INFEASIBLE, LIMIT, GROW = 0, 1, 2, 3
 
@@ -48,6 +52,15 @@ def internal(function):
     What the cached entry point calls is cached as part of it.
     """
     return njit(function, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+def entry(function):
+    """Compile for use from Python, and keep the result on disk where there is a place for it."""
+    try:
+        return njit(function, cache=True, error_model="numpy")
+    except RuntimeError as error:  # neither the package's folder nor the user's cache can be written
+        _log.warning("Compiled code cannot be kept, each process will compile again: %s", error)
+        return njit(function, error_model="numpy")
 
 
 class Options(NamedTuple):

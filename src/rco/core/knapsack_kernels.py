@@ -17,7 +17,6 @@ import inspect
 import zlib
 
 import numpy as np
-from numba import njit
 
 from rco.core import knapsack_dual, knapsack_states
 from rco.core.knapsack_dual import (
@@ -27,6 +26,7 @@ from rco.core.knapsack_dual import (
     Active,
     Options,
     drop_equal,
+    entry,
     fill,
     internal,
     multiplier,
@@ -81,7 +81,7 @@ def _solve_block(
 def _compile(revision: int):
     """The entry point, cached by numba under a key that includes the files its callees lie in."""
 
-    @njit(cache=True, error_model="numpy")
+    @entry
     def solve_batch(
         values, costs, perm, counts, order, offsets, capacity, shape,
         cell_floats, cell_ints, side_floats, side_ints, d, r, node, tree, max_states, begin, choices, status, gaps,
@@ -163,7 +163,7 @@ solve_batch = _compile(
 )
 
 
-@njit(cache=True, error_model="numpy")
+@entry
 def audit(values, unit_costs, choices, block_of, budgets, totals, worth):
     """Cost and value of every sample's choices, apart from anything the solver reduced or scaled.
 
