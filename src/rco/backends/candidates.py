@@ -37,6 +37,7 @@ class CandidateSettings:
     damp: float = 0.01
     act_order: bool = False
     clip: Literal["search", "minmax"] = "search"
+    sweeps: int = 4
     batch_size: int = 8
 
 
@@ -65,6 +66,7 @@ def candidate_identity(
         "damp": settings.damp,
         "act_order": settings.act_order,
         "clip": settings.clip,
+        "sweeps": settings.sweeps,
     }
 
 
@@ -200,6 +202,7 @@ def _quantize(
             act_order=settings.act_order,
             clip=settings.clip,
             storage_dtype=storage_dtype,
+            sweeps=settings.sweeps,
         )
         packed = result.candidates
         errors = result.errors.tolist()

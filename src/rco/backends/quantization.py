@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -239,12 +238,10 @@ class QuantizationBackend(Backend):
                 stack.enter_context(checkpointed_blocks(blocks))
             yield gated
 
-    def head_of(self, gated: GatedModel, full: Head) -> Head:
-        """The output layer under the present gates."""
-        for info in self.plan.linears:
-            if info.role == "head":
-                return replace(full, weight=gated.modules[info.name].selected_weight(self.compute_dtype))
-        return full
+    def present_head(self) -> Head:
+        """The output layer under the present gates; inside :meth:`switchable` only."""
+        spec = self.loaded.layout.head(self.loaded.model)
+        return Head(spec.weight, spec.bias, spec.softcap, spec.scale)
 
     def reference(self, calibration: CalibrationSet) -> Reference:
         """The full model's hidden states."""
@@ -278,7 +275,7 @@ class QuantizationBackend(Backend):
                     reference,
                     full,
                     set_gates,
-                    lambda: self.head_of(gated, full),
+                    self.present_head,
                     batch_size=self.batch_size,
                     top_k=self.top_k,
                     selection=held_back,

@@ -57,7 +57,7 @@ def fisher_differences(
             gated.set_gates(gates, rows)
             hidden = loaded.layout.final_hidden(loaded.model, tokens)[:, :-1]
             targets = _sample(hidden.detach()[0], full, generator)[None]
-            head = backend.head_of(gated, full)
+            head = backend.present_head()
             loss = chunked_cross_entropy(hidden, head, targets, mask, reduction="sum")
             (gradient,) = torch.autograd.grad(loss, gates)
             tokens_counted = max(int(mask.sum()), 1)

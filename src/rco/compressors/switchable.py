@@ -148,6 +148,7 @@ class SwitchableLinear(nn.Module):
         self.transposed = transposed
         self.buffer = buffer if buffer is not None else WeightBuffer()
         self.selection = Selection(0)
+        self._dtype = dense.dtype
         # In a tuple, so that a bias that is a parameter is not registered here a second time.
         self._bias = (bias,)
 
@@ -155,6 +156,11 @@ class SwitchableLinear(nn.Module):
     def bias(self) -> Tensor | None:
         """The original layer's bias."""
         return self._bias[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """The selected weight, dense: for code that reads an output layer rather than calling it."""
+        return self.selected_weight(self._dtype)
 
     @property
     def device(self) -> torch.device:

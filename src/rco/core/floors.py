@@ -75,6 +75,11 @@ class Floors:
         taken = np.bincount(self.blocks[choices == self.option], minlength=len(self.counts))
         return bool((taken >= self.counts).all())
 
+    def may_leave(self, choices: np.ndarray) -> np.ndarray:
+        """(N,) whether a group of an allocation could give up its option without breaking its block's floor."""
+        taken = np.bincount(self.blocks[choices == self.option], minlength=len(self.counts))
+        return np.asarray((choices != self.option) | (taken > self.counts)[self.blocks])
+
     def enforce(self, values: np.ndarray) -> np.ndarray:
         """Values (batch, N, 2) in which the other option is ruled out for the groups that fill the floors."""
         other = 1 - self.option

@@ -2,8 +2,8 @@
 
 Each step draws Gumbel samples, makes every sample feasible with the exact knapsack, takes the straight-through
 gradient of the loss, and lets Adam walk on the budget manifold. After the last step the candidates (the final
-and the averaged logits, the options' average predicted cost, the best sample, the prior, the uniform assignment) are compared on batches that no
-gradient has used, and the winner is refined; see :mod:`rco.core.refine`.
+and the averaged logits, the options' average predicted cost, the best sample, the prior, the uniform assignment)
+are compared on batches that no gradient has used, and the winner is refined; see :mod:`rco.core.refine`.
 
 :class:`GumbelSearch` is that loop with one part left open, the walker, which moves the logits given a gradient.
 RCO walks on the manifold; the Lagrangian baselines walk freely and are pushed, and differ in nothing else.

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rco.settings import setting
 
-__all__ = ["EvaluateConfig", "ExportConfig", "QuantizeConfig"]
+__all__ = ["ComparePruneConfig", "EvaluateConfig", "ExportConfig", "PruneConfig", "QuantizeConfig"]
 
 Prior = Literal["fisher", "output-error", "uniform"]
 
@@ -56,6 +56,7 @@ class QuantizeConfig:
     )
     damp: float = setting(0.01, help="Share of the mean diagonal added to the Hessian.", panel="Candidates")
     act_order: bool = setting(False, help="Quantize columns by activation size.", panel="Candidates")
+    sweeps: int = setting(4, help="Passes of coordinate descent on the codes after GPTQ.", panel="Candidates")
     lock: list[str] = setting([], help="REGEX=WIDTH, repeatable.", panel="Candidates")
     skip: list[str] = setting(
         [], help="REGEX of linears to leave alone and outside the budget.", panel="Candidates"
@@ -69,17 +70,17 @@ class QuantizeConfig:
         None, help="Evaluation text; default: held-back part of --data.", panel="Data"
     )
     sequences: int = setting(96, help="Sequences for candidates and gradients.", panel="Data")
-    sensitivity: int = setting(48, help="Of these, sequences for the sensitivities.", panel="Data")
+    sensitivity: int = setting(32, help="Of these, sequences for the sensitivities.", panel="Data")
     selection: int = setting(16, help="Sequences that choose among candidates.", panel="Data")
-    evaluation: int = setting(48, help="Sequences that judge the result.", panel="Data")
+    evaluation: int = setting(32, help="Sequences that judge the result.", panel="Data")
     length: int = setting(512, help="Tokens per sequence.", panel="Data")
 
     searcher: str = setting("rco", help="Method; see `rco ls methods`.", panel="Search")
-    steps: int = setting(50, help="Optimizer steps.", panel="Search")
+    steps: int = setting(40, help="Optimizer steps.", panel="Search")
     samples: int = setting(4, help="Gumbel samples per step.", panel="Search")
     lr: float = setting(0.1, help="Learning rate.", panel="Search")
     tau: tuple[float, float] = setting((1.0, 0.1), help="First and last temperature.", panel="Search")
-    refine: int = setting(40, help="Evaluations that exchange moves may spend.", panel="Search")
+    refine: int = setting(20, help="Evaluations that exchange moves may spend.", panel="Search")
     prior: Prior = setting("fisher", help="Initial logits.", panel="Search")
     prior_strength: float = setting(3.0, help="Scale of the initial logits.", panel="Search")
     loss: Literal["kl", "cross-entropy"] = setting("kl", help="What is minimised.", panel="Search")
@@ -130,3 +131,105 @@ class ExportConfig:
     out: Path | None = setting(None, help="Folder of the checkpoint; default: RUN/FORMAT.")
     overwrite: bool = setting(False, help="Replace what is there.")
     device: str | None = setting("cpu", help="cpu, cuda or mps.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneConfig:
+    """Everything that decides a pruning run; the flags of ``rco prune``."""
+
+    model: str = setting(help="Built-in name, local folder or Hub id of a mixture-of-experts model.")
+
+    experts: str | None = setting(
+        None, help="Experts to prune: a fraction (0.25; rounded down) or a count (48).", panel="Budget"
+    )
+    parameters: str | None = setting(None, help="Most parameters that stay, e.g. 7.5M.", panel="Budget")
+    size: str | None = setting(
+        None, help="Most bytes of the checkpoint on disk, e.g. 40GB.", panel="Budget"
+    )
+    uniform: bool = setting(False, help="Keep the same number in every layer.", panel="Budget")
+    min_per_layer: int = setting(
+        0, help="Fewest experts a layer keeps; at least the router's top-k in any case.", panel="Budget"
+    )
+    lock: list[str] = setting(
+        [], help="REGEX=keep or REGEX=prune over names of experts, repeatable.", panel="Budget"
+    )
+
+    out: Path | None = setting(None, help="Folder of the run; default runs/MODEL-BUDGET.", panel="Output")
+    format: Literal["pruned", "none"] = setting(
+        "pruned", help="pruned: a checkpoint without the pruned experts; none: no checkpoint.", panel="Output"
+    )
+    padded: bool = setting(
+        False, help="Fill layers to one count with experts that never win the router.", panel="Output"
+    )
+
+    data: str = setting("builtin", help="Calibration text: files, names, mixtures a+b.", panel="Data")
+    eval_data: str | None = setting(
+        None, help="Evaluation text; default: held-back part of --data.", panel="Data"
+    )
+    sequences: int = setting(96, help="Sequences for scores and gradients.", panel="Data")
+    selection: int = setting(16, help="Sequences that choose among candidates.", panel="Data")
+    evaluation: int = setting(48, help="Sequences that judge the result.", panel="Data")
+    length: int = setting(256, help="Tokens per sequence.", panel="Data")
+    by_domain: bool = setting(
+        False, help="Also prune on each domain alone and evaluate on all of them.", panel="Data"
+    )
+
+    searcher: str = setting("rco", help="Method; see `rco ls methods`.", panel="Search")
+    steps: int = setting(50, help="Optimizer steps.", panel="Search")
+    samples: int = setting(4, help="Gumbel samples per step.", panel="Search")
+    lr: float = setting(0.1, help="Learning rate.", panel="Search")
+    tau: tuple[float, float] = setting((1.0, 0.1), help="First and last temperature.", panel="Search")
+    refine: int = setting(30, help="Evaluations that exchange moves may spend.", panel="Search")
+    prior: Literal["reap", "frequency", "mass", "none"] = setting(
+        "frequency", help="Score behind the initial logits.", panel="Search"
+    )
+    prior_scale: Literal["rank", "global"] = setting(
+        "rank", help="Initial logits by rank within a layer, or by value across layers.", panel="Search"
+    )
+    prior_strength: float = setting(1.0, help="Scale of the initial logits.", panel="Search")
+    gates: Literal["deployed", "scale"] = setting(
+        "deployed",
+        help="What gradients see: experts leave the router, or are scaled to zero after it.",
+        panel="Search",
+    )
+    loss: Literal["kl", "cross-entropy"] = setting("kl", help="What is minimised.", panel="Search")
+    top_k: int = setting(0, help="KL over the k likeliest tokens; 0: all.", panel="Search")
+    seed: int = setting(0, help="Of data, noise and everything else.", panel="Search")
+
+    device: str | None = setting("cpu", help="cpu, cuda or mps.", panel="Machine")
+    dtype: str = setting("auto", help="Type of the checkpoint: auto, bfloat16, float32.", panel="Machine")
+    batch_size: int = setting(1, help="Sequences per forward pass of the search.", panel="Machine")
+    checkpointing: bool = setting(False, help="Save memory, recompute activations.", panel="Machine")
+    resume: bool = setting(False, help="Continue the run in --out.", panel="Machine")
+
+    def identity(self) -> dict[str, Any]:
+        """What must agree for a run to be resumed."""
+        described = dataclasses.asdict(self)
+        for name in ("out", "resume"):
+            described.pop(name)
+        described["tau"] = list(self.tau)
+        return described
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparePruneConfig(PruneConfig):
+    """Methods side by side on one pruning problem; the flags of ``rco compare prune``."""
+
+    methods: str = setting(
+        "rco,evoesap,greedy,reap,reap-global,frequency,frequency-global,random-pick",
+        help="Comma-separated; see `rco ls methods`, and the scores reap, frequency, mass (with -global).",
+        panel="Comparison",
+    )
+    seeds: int = setting(3, help="Seeds of each search; fixed rules run once per seed of the data.", panel="Comparison")
+    tokens: int | None = setting(
+        None,
+        help="Tokens that every search may forward (a backward counts as two); default: what rco takes.",
+        panel="Comparison",
+    )
+
+    def identity(self) -> dict[str, Any]:
+        """As for a run; more seeds or methods may be added to a comparison later."""
+        described = super().identity()
+        for name in ("seeds", "methods", "format", "padded", "by_domain", "searcher", "seed"):
+            described.pop(name)
+        return described

@@ -91,7 +91,11 @@ def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) 
         plan,
         config.store or folder / "candidates",
         settings=CandidateSettings(
-            method=config.method, damp=config.damp, act_order=config.act_order, clip=config.clip
+            method=config.method,
+            damp=config.damp,
+            act_order=config.act_order,
+            clip=config.clip,
+            sweeps=config.sweeps,
         ),
         loss=config.loss,
         top_k=config.top_k or None,

@@ -1,0 +1,195 @@
+"""The quantization backend on small random models: exact budgets, gradients, restoration, heads."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rco
+from rco.backends.base import Budget
+from rco.backends.candidates import CandidateSettings
+from rco.backends.plan import make_plan
+from rco.backends.quantization import QuantizationBackend
+from rco.backends.sensitivity import curvature, fisher_differences, logits_from_losses, predicted_losses
+from rco.core.refine import spend
+from rco.data.calibration import CalibrationSet
+from rco.evaluation.size import average_bits, checkpoint_size
+from rco.export.compressed_tensors import CompressedTensorsExporter
+from rco.models.loading import wrap_model
+from rco.models.tiny import tiny_model
+
+
+def text(vocabulary, sequences=4, length=24, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocabulary, (sequences, length), generator=generator)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[:, -1] = False
+    return CalibrationSet(tokens, mask, ("random",) * sequences, "random", seed, "calibration")
+
+
+def make_backend(folder, model_type="llama", dtype=torch.float32, model_arguments=None, **plan_arguments):
+    model = tiny_model(model_type, dtype=dtype, **(model_arguments or {}))
+    loaded = wrap_model(model)
+    linears = loaded.layout.linears(model, include_head=True)
+    plan = make_plan(loaded.layout, linears, **{"group_size": None, "widths": (2, 3, 4), **plan_arguments})
+    backend = QuantizationBackend(loaded, plan, folder / "store", settings=CandidateSettings(batch_size=2))
+    data = text(model.config.vocab_size)
+    backend.prepare(data)
+    return backend, data
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "gemma2"])
+def test_gradient_equals_autograd_through_the_mixture(model_type, tmp_path):
+    backend, data = make_backend(tmp_path, model_type, dtype=torch.float64)
+    backend.compute_dtype = torch.float64
+    problem = backend.problem(Budget("bits", Fraction(3)))
+    choices = np.random.default_rng(0).integers(0, 3, size=problem.num_groups)
+    gates = problem.allocation(choices).one_hot(3).requires_grad_()
+    before = {k: v.clone() for k, v in backend.loaded.model.state_dict().items()}
+    with backend.objective(data) as objective:
+        (got,) = torch.autograd.grad(objective.loss(gates, 0), gates)
+        # One direction by central differences through the dense mixture of all options.
+        direction = torch.randn(gates.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        step = 1e-3  # the models normalise in float32, whatever their type
+        values = []
+        objective._set_gates = lambda relaxed: _relax(backend, relaxed)
+        with torch.no_grad():
+            for sign in (1.0, -1.0):
+                values.append(float(objective.loss(gates.detach() + sign * step * direction, 0)))
+    assert float((got * direction).sum()) == pytest.approx((values[0] - values[1]) / (2 * step), rel=5e-3)
+    after = backend.loaded.model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def _relax(backend, gates):
+    """Gates that are not one-hot, through the same switchable layers."""
+    for name, row in backend.rows.items():
+        module = backend.loaded.model.get_submodule(name)
+        module.select(None, gates[row])
+
+
+def test_the_full_model_has_no_loss_and_two_bits_have_some(tmp_path):
+    backend, data = make_backend(tmp_path, widths=(2, 8, 16))
+    problem = backend.problem(Budget("bits", Fraction(20)))
+    with backend.objective(data) as objective, torch.no_grad():
+        losses = [
+            float(objective.loss(problem.allocation(np.full(problem.num_groups, k)).one_hot(3), 0)) for k in range(3)
+        ]
+    assert losses[0] > losses[1] > losses[2] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_fisher_losses_predict_small_changes(tmp_path):
+    # At eight bits the second-order term is all there is; its estimate is unbiased over draws.
+    backend, data = make_backend(tmp_path, widths=(4, 8))
+    differences = torch.cat([fisher_differences(backend, data, seed=seed) for seed in range(12)])
+    predicted = predicted_losses(differences)
+    assert predicted.shape == (len(backend.plan.groups), 2)
+    assert (predicted[:, 0] > predicted[:, 1]).all()
+    group = int(predicted[:, 0].argmax())
+    problem = backend.problem(Budget("bits", Fraction(8)))
+    base = np.ones(problem.num_groups, dtype=np.int64)
+    changed = base.copy()
+    changed[group] = 0
+    with backend.objective(data) as objective, torch.no_grad():
+        loss = np.mean([float(objective.loss(problem.allocation(changed).one_hot(2), b)) for b in range(4)])
+    assert float(predicted[group, 0]) == pytest.approx(float(loss), rel=0.5)
+    bends = curvature(differences)
+    assert torch.allclose(bends, bends.transpose(1, 2))
+    assert (bends.diagonal(dim1=1, dim2=2) == 0).all()
+
+
+def test_logits_reproduce_the_proxys_knapsack():
+    rng = np.random.default_rng(0)
+    problem = rco.AllocationProblem(
+        rng.integers(1, 9, size=(12, 1)) * np.array([[2, 3, 4, 5]]), budget=150, sense="<=", monotone=True
+    )
+    losses = torch.from_numpy(np.sort(rng.random((12, 4)), axis=1)[:, ::-1].copy())
+    logits = logits_from_losses(losses, problem, 2.0)
+    groups = np.arange(12)
+    best = rco.solve_mckp(-losses.numpy(), problem)
+    again = rco.solve_mckp(logits.numpy(), problem)
+    spent = spend(problem, again.allocation, -losses.numpy())
+    worst = float(losses[:, 0].sum())
+    # The price of the budget is in the logits, so what they leave unspent can differ by one group's step.
+    assert float(losses.numpy()[groups, spent].sum()) <= -best.value + 0.05 * worst
+    assert float(losses.numpy()[groups, spent].sum()) < 0.6 * worst
+
+
+def test_an_untied_head_takes_part_when_locked(tmp_path):
+    backend, data = make_backend(
+        tmp_path, model_arguments={"tie_word_embeddings": False}, locks=["lm_head=4"], widths=(2, 4)
+    )
+    assert backend.plan.groups[-1].name == "lm_head"
+    problem = backend.problem(Budget("bits", Fraction(3)))
+    with backend.objective(data) as objective:
+        gates = problem.allocation(rco.solve_mckp(np.zeros((problem.num_groups, 2)), problem).allocation)
+        leaf = gates.one_hot(2).requires_grad_()
+        (gradient,) = torch.autograd.grad(objective.loss(leaf, 0), leaf)
+    assert gradient[-1].abs().sum() > 0
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_written_checkpoints_keep_every_budget(tmp_path_factory, shared_backend, seed):
+    backend = shared_backend
+    rng = np.random.default_rng(seed)
+    kind = ("bits", "bpw", "size")[seed % 3]
+    low, high = (float(end.replace(",", "").split()[0]) for end in backend.budget_range(kind))
+    amount = low + (high - low) * float(rng.random()) * 0.98
+    budget = Budget(kind, Fraction(int(amount)) if kind == "size" else Fraction(amount).limit_denominator(1000))
+    try:
+        problem = backend.problem(budget)
+    except rco.InfeasibleBudgetError:
+        assert amount < low * 1.001 + 1
+        return
+    found = rco.solve_mckp(rng.normal(size=(problem.num_groups, problem.num_options)), problem)
+    allocation = problem.allocation(found.allocation)
+    out = tmp_path_factory.mktemp("export") / "model"
+    summary = CompressedTensorsExporter().export(backend.loaded, backend.weights_of(allocation), out)
+    bits = average_bits(out, [info.name for info in backend.plan.linears])
+    used = {"bits": bits["average_bits"], "bpw": bits["average_stored_bits"], "size": checkpoint_size(out)["bytes"]}
+    assert used[kind] <= float(budget.amount) * (1 + 1e-12)
+    assert summary.total_bytes == checkpoint_size(out)["bytes"]
+
+
+@pytest.fixture(scope="module")
+def shared_backend(tmp_path_factory):
+    backend, _ = make_backend(
+        tmp_path_factory.mktemp("shared"), dtype=torch.bfloat16, widths=(2, 3, 4, 8, 16), locks=["layers.0.*o_proj=8"]
+    )
+    return backend
+
+
+def test_budgets_outside_the_range_say_the_range(shared_backend):
+    with pytest.raises(rco.InfeasibleBudgetError, match="between 2"):
+        shared_backend.problem(Budget("bits", Fraction(1)))
+    with pytest.raises(rco.InfeasibleBudgetError, match="bytes"):
+        shared_backend.problem(Budget("size", Fraction(10)))
+
+
+def test_budget_parsing():
+    assert Budget.parse(bits="2.5", size=None).amount == Fraction(5, 2)
+    assert Budget.parse(bits=None, size="3.1GB").amount == 3_100_000_000
+    with pytest.raises(ValueError, match="exactly one"):
+        Budget.parse(bits="2", size="1GB")
+    with pytest.raises(ValueError, match="exactly one"):
+        Budget.parse(bits=None, size=None)
+    with pytest.raises(ValueError, match="positive"):
+        Budget.parse(bits="0", size=None)
+
+
+def test_a_store_of_another_model_is_refused(tmp_path):
+    make_backend(tmp_path)
+    with pytest.raises(ValueError, match="model"):
+        other = tiny_model("llama", seed=9)
+        loaded = wrap_model(other)
+        plan = make_plan(
+            loaded.layout, loaded.layout.linears(other, include_head=True), group_size=None, widths=(2, 3, 4)
+        )
+        QuantizationBackend(
+            loaded, plan, tmp_path / "store", settings=CandidateSettings(batch_size=2)
+        ).prepare(text(other.config.vocab_size))
