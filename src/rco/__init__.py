@@ -20,6 +20,7 @@ _EXPORTS = {
     "Searcher": "rco.core.protocols",
     "Solution": "rco.core.knapsack",
     "StepRecord": "rco.core.result",
+    "load": "rco.models.load",
     "minimize": "rco.core.search",
     "solve_mckp": "rco.core.knapsack",
 }

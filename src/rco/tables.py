@@ -33,7 +33,10 @@ METHODS: dict[str, str] = {
     "top-per-block": "rco.baselines.selection:TopPerBlock",
     "random-pick": "rco.baselines.selection:RandomPick",
 }
-BACKENDS: dict[str, str] = {"quantization": "rco.backends.quantization:QuantizationBackend"}
+BACKENDS: dict[str, str] = {
+    "expert-pruning": "rco.backends.expert_pruning:ExpertPruningBackend",
+    "quantization": "rco.backends.quantization:QuantizationBackend",
+}
 FORMATS: dict[str, str] = {
     "compressed-tensors": "rco.export.compressed_tensors:CompressedTensorsExporter",
     "dense": "rco.export.dense:DenseExporter",

@@ -39,9 +39,10 @@ class LevelSwitch:
         """A feasible neighbour of a feasible allocation, or None where the draw led nowhere."""
         raises = bool(rng.integers(2))
         mutant = self._raise_first(choices, rng) if raises else self._lower_first(choices, rng)
-        if mutant is None or not self.problem.monotone:
-            return mutant
-        return self._use_up(choices, mutant, rng)
+        if mutant is not None and self.problem.monotone:
+            mutant = self._use_up(choices, mutant, rng)
+        floors = self.problem.floors
+        return None if mutant is not None and floors is not None and not floors.met(mutant) else mutant
 
     def _raise_first(self, choices: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
         raised = self._draw(self.ladder.neighbours(choices, 1), rng)

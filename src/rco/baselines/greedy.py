@@ -39,7 +39,7 @@ class _Greedy(Process):
         self.settings = settings
         self.ladder = Ladder(problem)
         self.ladder.require_order(settings.name)
-        self.choices = self.ladder.at(self.start)
+        self.choices = self._first()
         self.groups = np.arange(problem.num_groups)
         self.batches: list[int] | None = None
         self.loss = np.inf
@@ -47,6 +47,16 @@ class _Greedy(Process):
         self.gain = np.full(shape, np.nan)  # decrease of the loss, when it was last measured
         self.measured_at = np.full(shape, -1, dtype=np.int64)
         self.over = False
+
+    def _first(self) -> np.ndarray:
+        """Every group at the same end; where floors forbid the cheap end, the best scores fill them."""
+        choices = self.ladder.at(self.start)
+        floors = self.problem.floors
+        if floors is None or floors.met(choices):
+            return choices
+        scores = self.scores().numpy() - 1e300 * (self.ladder.rung > 0)
+        values = np.where(self.problem.allowed, scores, -np.inf)
+        return np.asarray(floors.enforce(values[None])[0].argmax(axis=1), dtype=np.int64)
 
     @property
     def steps(self) -> int:
@@ -147,7 +157,10 @@ class _GreedyDown(_Greedy):
     start = "dearest"
 
     def moves(self) -> np.ndarray:
-        return np.asarray(self.ladder.neighbours(self.choices, -1) & self.ladder.relieves(self.choices))
+        moves = self.ladder.neighbours(self.choices, -1) & self.ladder.relieves(self.choices)
+        if self.problem.floors is not None:
+            moves &= self.problem.floors.may_leave(self.choices)[:, None]
+        return np.asarray(moves)
 
     def price(self) -> np.ndarray:
         """What a switch frees of the budgets that are exceeded, and of no more than the excess."""

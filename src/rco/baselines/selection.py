@@ -149,7 +149,7 @@ def share_budget(problem: AllocationProblem, blocks: np.ndarray) -> AllocationPr
         "monotone": problem.monotone,
     }
     if problem.num_joint == 1:
-        return AllocationProblem(costs, budgets, blocks=blocks, **common)
+        return AllocationProblem(costs, budgets, blocks=blocks, floors=problem.floors, **common)
     inside = [np.where((blocks == b)[:, None], costs, 0) for b in range(count)]
     stacked = np.concatenate([problem.unit_costs, np.stack(inside)])
     return AllocationProblem(stacked, [*problem.unit_budgets, *budgets], **common)

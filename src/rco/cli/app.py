@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rco.cli import bench, evaluate, ls, quantize, report, solve
+from rco.cli import bench, compare, evaluate, ls, prune, quantize, report, solve
 
 __all__ = ["app"]
 
@@ -38,8 +38,10 @@ def options(
 
 
 app.command()(quantize.quantize)
+app.command()(prune.prune)
 app.command()(evaluate.evaluate)
 app.command()(report.report)
 app.command()(solve.solve)
 app.command()(ls.ls)
 app.add_typer(bench.app, name="bench")
+app.add_typer(compare.app, name="compare")

@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rco.models.loading import without_progress_bars
 from rco.models.moe import moe_architecture, moe_layers
 from rco.models.moe_prune import keep_plan, pad_experts, prune_experts
 from rco.models.remote_code import modeling_pruned_experts as remote
@@ -87,7 +88,8 @@ def export_pruned(
         smaller = pad_experts(model, keep) if shape == "padded" else prune_experts(model, keep)
         if shape == "per_layer":
             _write_remote_code(smaller, folder)
-        smaller.save_pretrained(folder, max_shard_size=max_shard_size)
+        with without_progress_bars(import_module("transformers")):
+            smaller.save_pretrained(folder, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         names = [layer.name for layer in moe_layers(model)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -19,7 +20,14 @@ from rco.models.files import file_sha256, folder_fingerprint, read_config, weigh
 from rco.models.layout import ARCHITECTURES, Layout, layout_for
 from rco.models.zoo import ModelError, builtin_models, find_builtin, near_matches
 
-__all__ = ["LoadedModel", "load_model", "locate_model", "pick_device", "wrap_model"]
+__all__ = [
+    "LoadedModel",
+    "load_model",
+    "locate_model",
+    "pick_device",
+    "without_progress_bars",
+    "wrap_model",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -267,8 +275,8 @@ def _checkpoint_dtype(config: dict[str, Any], label: str) -> torch.dtype:
 def _from_pretrained(folder: Path, label: str, **keywords: Any) -> nn.Module:
     transformers = _transformers()
     try:
-        with _no_progress_bars(transformers):
-            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        with without_progress_bars(transformers):
+            model, report = _model_class(folder, transformers).from_pretrained(
                 folder, output_loading_info=True, local_files_only=True, **keywords
             )
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
@@ -282,6 +290,18 @@ def _from_pretrained(folder: Path, label: str, **keywords: Any) -> nn.Module:
     return cast(nn.Module, model)
 
 
+def _model_class(folder: Path, transformers: Any) -> Any:
+    """The class to load with: the stock one, or for experts listed per layer the one that cuts layers to size."""
+    config = read_config(folder) if (folder / "config.json").is_file() else {}
+    if not (config.get("text_config") or config).get("num_experts_per_layer"):
+        return transformers.AutoModelForCausalLM
+    from rco.models.moe import MOE_ARCHITECTURES
+    from rco.models.remote_code.modeling_pruned_experts import pruned_class
+
+    module, _, name = MOE_ARCHITECTURES[str(config["model_type"])].causal_lm.partition(":")
+    return pruned_class(getattr(importlib.import_module(module), name))
+
+
 def _load_tokenizer(folder: Path, label: str, **keywords: Any) -> Any:
     try:
         return _transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True, **keywords)
@@ -293,7 +313,8 @@ def _load_tokenizer(folder: Path, label: str, **keywords: Any) -> Any:
 
 
 @contextmanager
-def _no_progress_bars(transformers: Any) -> Iterator[None]:
+def without_progress_bars(transformers: Any) -> Iterator[None]:
+    """Keep transformers from drawing progress bars."""
     # Progress belongs to whoever calls the library; transformers draws bars on stderr by itself.
     settings = transformers.utils.logging
     shown = settings.is_progress_bar_enabled()

@@ -60,6 +60,16 @@ class ExpertGates:
         for gates, values in zip(self._gates, prepared, strict=True):
             gates.use(*values)
 
+    def use_mode(self, mode: GateMode) -> None:
+        """Switch between ``deployed`` and ``scale``; every expert is kept until gates are set again."""
+        if mode not in get_args(GateMode):
+            raise ValueError(f"mode is {mode!r}; allowed are {', '.join(get_args(GateMode))}")
+        if mode != self.mode:
+            self.mode = mode
+            for gates in self._gates:
+                gates.mode = mode
+            self.clear()
+
     def clear(self) -> None:
         """Keep every expert; the model computes what it computes outside the context."""
         for gates in self._gates:

@@ -143,9 +143,7 @@ class PruneConfig:
         None, help="Experts to prune: a fraction (0.25; rounded down) or a count (48).", panel="Budget"
     )
     parameters: str | None = setting(None, help="Most parameters that stay, e.g. 7.5M.", panel="Budget")
-    size: str | None = setting(
-        None, help="Most bytes of the checkpoint on disk, e.g. 40GB.", panel="Budget"
-    )
+    size: str | None = setting(None, help="Most bytes of the checkpoint on disk, e.g. 40GB.", panel="Budget")
     uniform: bool = setting(False, help="Keep the same number in every layer.", panel="Budget")
     min_per_layer: int = setting(
         0, help="Fewest experts a layer keeps; at least the router's top-k in any case.", panel="Budget"
@@ -220,7 +218,9 @@ class ComparePruneConfig(PruneConfig):
         help="Comma-separated; see `rco ls methods`, and the scores reap, frequency, mass (with -global).",
         panel="Comparison",
     )
-    seeds: int = setting(3, help="Seeds of each search; fixed rules run once per seed of the data.", panel="Comparison")
+    seeds: int = setting(
+        3, help="Seeds of each search; fixed rules run once per seed of the data.", panel="Comparison"
+    )
     tokens: int | None = setting(
         None,
         help="Tokens that every search may forward (a backward counts as two); default: what rco takes.",

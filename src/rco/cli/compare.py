@@ -1,0 +1,85 @@
+"""``rco compare``: methods side by side at equal tokens, one table and one plot."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+
+from rco.cli.options import Switches, command_from_config
+from rco.pipeline.configs import ComparePruneConfig
+
+if TYPE_CHECKING:
+    from rco.pipeline.compare import Comparison
+
+__all__ = ["app", "show_comparison"]
+
+app = typer.Typer(
+    name="compare",
+    help="Methods side by side on one problem: the same tokens, the same evaluation, several seeds.",
+    no_args_is_help=True,
+)
+
+
+def _prune(config: ComparePruneConfig, switches: Switches) -> None:
+    """Compare ways of choosing experts: searches at equal tokens, and the plain scores.
+
+    rco compare prune tiny-moe --experts 0.25
+
+    rco compare prune MODEL --experts 0.5 --methods rco,rco@0.1,evoesap,reap --seeds 5
+    """
+    from rco.cli.progress import make_progress
+    from rco.pipeline.compare import parse_methods
+    from rco.pipeline.compare_prune import PruneContest, compare_pruning, resolve_method
+    from rco.pipeline.prune import plan_pruning
+
+    if switches.dry_run:
+        planned = plan_pruning(config)
+        listed = [label for label, name, _ in parse_methods(config.methods) if resolve_method(name)]
+        tokens = PruneContest(config, planned).tokens
+        typer.echo(
+            f"would run {', '.join(listed)} with {config.seeds} seeds and {tokens:,} tokens each; "
+            f"{len(planned.backend.names) - planned.kept} of {len(planned.backend.names)} experts pruned"
+        )
+        return
+    try:
+        with make_progress(switches.quiet or switches.as_json) as progress:
+            outcome = compare_pruning(config, progress)
+    except KeyboardInterrupt:
+        command = " ".join(["rco", *(a for a in sys.argv[1:] if a != "--resume"), "--resume"])
+        sys.stderr.write(f"\nStopped. What is done is kept; continue with:\n  {command}\n")
+        raise typer.Exit(130) from None
+    show_comparison(outcome, switches.as_json)
+
+
+def show_comparison(outcome: Comparison, as_json: bool) -> None:
+    """The table on stdout, and where the files are."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if as_json:
+        files = {"folder": str(outcome.folder), "plot": str(outcome.plot) if outcome.plot else None}
+        typer.echo(json.dumps({**files, "rows": outcome.rows}))
+        return
+    table = Table()
+    table.add_column("method")
+    for name in ("KL to the full model", "perplexity", "tokens", "seconds", "seeds"):
+        table.add_column(name, justify="right")
+    for row in outcome.rows:
+        table.add_row(
+            row["method"],
+            f"{row['kl']:.4f} ± {row['kl_std']:.4f}",
+            f"{row['perplexity']:.3f} ± {row['perplexity_std']:.3f}",
+            f"{row['tokens']:,.0f}",
+            f"{row['seconds']:.0f}",
+            str(row["seeds"]),
+        )
+    Console().print(table)
+    typer.echo(f"tables      {outcome.folder}/comparison.md, .csv, .json")
+    if outcome.plot:
+        typer.echo(f"plot        {outcome.plot}")
+
+
+app.command("prune")(command_from_config(ComparePruneConfig, _prune))

@@ -1,0 +1,170 @@
+"""Ways of choosing experts, side by side: searches at equal tokens, and the plain scores."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rco import tables
+from rco.backends.expert_pruning import SCORES, ExpertPruningBackend, score_table
+from rco.baselines.harness import BudgetedSearch
+from rco.core.result import SearchResult
+from rco.core.search import GumbelSearch
+from rco.data.calibration import DataSplits
+from rco.pipeline.common import make_searcher, slug
+from rco.pipeline.compare import Comparison, parse_methods, run_comparison, seeds_of
+from rco.pipeline.configs import ComparePruneConfig
+from rco.pipeline.expert_judge import ExpertJudge
+from rco.pipeline.progress import Progress, Silent
+from rco.pipeline.prune import PlannedPruning, build_data, plan_pruning, requested, search_settings
+from rco.runs import RunDirectory
+
+__all__ = ["PruneContest", "compare_pruning", "default_tokens", "resolve_method"]
+
+# Shares of an allowance that a gradient search leaves for the choice among candidates, and for refinement.
+_CHOICE, _REFINE = 0.15, 0.2
+_FEW_STEPS = 20
+_CANDIDATES = 7  # most that a gradient search compares at its end
+# From all experts down is the direction that pruning goes; up from too few for the router is none.
+_ALIASES = {"greedy": "greedy-down"}
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A name of ``--methods`` taken apart.
+
+    Attributes:
+        method: Name in the table of methods.
+        score: Score that the method picks or orders by; None for its usual prior.
+    """
+
+    method: str
+    score: str | None
+
+
+def resolve_method(name: str) -> Entrant:
+    """A method of the table, a score (``reap``, ``reap-global``), or ``evoesap-SCORE`` for another order.
+
+    Raises:
+        ValueError: The name is none of these.
+    """
+    score, _, tail = name.partition("-")
+    if score in SCORES and tail in ("", "global"):
+        return Entrant("top-global" if tail else "top-per-block", score)
+    method, _, score = name.rpartition("-")
+    if score in SCORES and method in tables.METHODS:
+        return Entrant(_ALIASES.get(method, method), score)
+    known = [*tables.METHODS, *SCORES, *(f"{s}-global" for s in SCORES), *(f"evoesap-{s}" for s in SCORES)]
+    if name not in tables.METHODS:
+        raise tables.unknown_name("method", name, known)
+    return Entrant(_ALIASES.get(name, name), None)
+
+
+def default_tokens(config: ComparePruneConfig) -> int:
+    """What RCO forwards with the given settings, a backward counted as two."""
+    evaluations = 3 * config.steps * config.samples + config.selection * (_CANDIDATES + config.refine)
+    return evaluations * config.batch_size * config.length
+
+
+class PruneContest:
+    """One pruning problem; the data of every seed are its own, and so are its scores."""
+
+    def __init__(self, config: ComparePruneConfig, planned: PlannedPruning) -> None:
+        self.config, self.planned = config, planned
+        self.tokens = config.tokens or default_tokens(config)
+        self.tokens_per_batch = config.batch_size * config.length
+        self._prepared: tuple[int, DataSplits, ExpertJudge] | None = None
+
+    def prepare(self, seed: int) -> tuple[DataSplits, ExpertJudge]:
+        """Data, scores and the judge of a seed."""
+        if self._prepared is None or self._prepared[0] != seed:
+            backend = self.planned.backend
+            data = build_data(dataclasses.replace(self.config, seed=seed), self.planned.loaded.tokenizer)
+            found = backend.collect(data.search)
+            backend.set_scores({name: list(found.score(name)) for name in SCORES})
+            self._prepared = seed, data, ExpertJudge(backend, data.evaluation)
+        return self._prepared[1:]
+
+    def run(self, method: str, seed: int, tokens: int) -> SearchResult:
+        """Run a method with a seed and an allowance."""
+        data, _ = self.prepare(seed)
+        entrant = resolve_method(method)
+        allowance = tokens // self.tokens_per_batch
+        searcher, selection = self._searcher(entrant.method, seed, allowance, len(data.selection))
+        backend = self.planned.backend
+        with ExitStack() as stack:
+            objective = stack.enter_context(
+                backend.objective(data.search, data.selection.select(slice(0, selection)))
+            )
+            result: SearchResult = searcher.search(
+                self.planned.problem, objective, prior=self._prior(backend, entrant, searcher)
+            )
+        return result
+
+    def _prior(self, backend: ExpertPruningBackend, entrant: Entrant, searcher: Any) -> Tensor | None:
+        if isinstance(searcher, GumbelSearch):
+            if entrant.score is None:
+                return backend.prior()
+            return backend.prior_from(backend.scores[entrant.score])
+        # Baselines take scores as they are; EvoESAP's order within a layer is REAP's, as published.
+        return score_table(backend.scores[entrant.score or "reap"])
+
+    def _searcher(self, method: str, seed: int, allowance: int, selection: int) -> tuple[Any, int]:
+        """The searcher within the allowance, and how many selection sequences it compares candidates on."""
+        cls = tables.load(tables.METHODS, method, "method")
+        settings = {**search_settings(self.config), "seed": seed}
+        if issubclass(cls, BudgetedSearch):
+            open_ended = {"steps": None, "generations": None}
+            known = {field.name for field in dataclasses.fields(cls)}
+            rules = not known & {"generations", "steps", "lazy"}
+            extra = {} if rules else {"max_evaluations": allowance}
+            return make_searcher(method, {**open_ended, **extra, "seed": seed}), selection
+        size = self.config.batch_size
+        most = max(1, int(_CHOICE * allowance / _CANDIDATES)) * size
+        chosen = min(selection, most)
+        passes = -(-chosen // size)
+        refine = int(_REFINE * allowance / passes) if self.config.refine else 0
+        left = allowance - passes * (_CANDIDATES + refine)
+        samples = self.config.samples
+        while samples > 1 and left < 3 * samples * _FEW_STEPS:
+            samples -= 1  # a short search is better off with steps than with samples
+        steps = int(left / (3 * samples))
+        if steps < 1:
+            raise ValueError(
+                f"{allowance * self.tokens_per_batch:,} tokens are too few for {method}: one step with "
+                f"{self.config.samples} samples takes {3 * self.config.samples * self.tokens_per_batch:,}."
+            )
+        return make_searcher(
+            method, {**settings, "steps": steps, "samples": samples, "refine": refine}
+        ), chosen
+
+    def judge(self, method: str, seed: int, result: SearchResult) -> dict[str, Any]:
+        """KL and perplexity on held-out text under the deployed routing."""
+        _, judge = self.prepare(seed)
+        row = judge.row(method, result.allocation, self.planned.problem)
+        kept = [len(layer) for layer in self.planned.backend.kept(result.allocation)]
+        keys = ("kl", "kl_error", "perplexity", "by_domain", "experts")
+        return {**{key: row[key] for key in keys}, "kept_per_layer": kept}
+
+
+def compare_pruning(config: ComparePruneConfig, progress: Progress | None = None) -> Comparison:
+    """Run all methods and seeds that the folder does not hold yet; write tables and plot."""
+    progress = progress or Silent()
+    for _, name, _ in parse_methods(config.methods):
+        resolve_method(name)
+    seeds = seeds_of(config.seed, config.seeds)
+    planned = plan_pruning(config)
+    name = f"compare-{Path(config.model).name}-{planned.budget.kind}-{requested(config)}"
+    folder = config.out or Path("runs") / slug(name)
+    open_run = RunDirectory.resume if config.resume else RunDirectory.create
+    with open_run(folder, config.identity()) as run:
+        run.write_problem(planned.problem)
+        contest = PruneContest(config, planned)
+        gone = len(planned.backend.names) - planned.kept
+        title = f"{config.model}: {gone} of {len(planned.backend.names)} experts pruned"
+        return run_comparison(run, contest, config.methods, seeds, progress, title=title)
