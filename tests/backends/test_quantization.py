@@ -77,7 +77,8 @@ def test_the_full_model_has_no_loss_and_two_bits_have_some(tmp_path):
     problem = backend.problem(Budget("bits", Fraction(20)))
     with backend.objective(data) as objective, torch.no_grad():
         losses = [
-            float(objective.loss(problem.allocation(np.full(problem.num_groups, k)).one_hot(3), 0)) for k in range(3)
+            float(objective.loss(problem.allocation(np.full(problem.num_groups, k)).one_hot(3), 0))
+            for k in range(3)
         ]
     assert losses[0] > losses[1] > losses[2] == pytest.approx(0.0, abs=1e-9)
 
@@ -140,7 +141,9 @@ def test_written_checkpoints_keep_every_budget(tmp_path_factory, shared_backend,
     kind = ("bits", "bpw", "size")[seed % 3]
     low, high = (float(end.replace(",", "").split()[0]) for end in backend.budget_range(kind))
     amount = low + (high - low) * float(rng.random()) * 0.98
-    budget = Budget(kind, Fraction(int(amount)) if kind == "size" else Fraction(amount).limit_denominator(1000))
+    budget = Budget(
+        kind, Fraction(int(amount)) if kind == "size" else Fraction(amount).limit_denominator(1000)
+    )
     try:
         problem = backend.problem(budget)
     except rco.InfeasibleBudgetError:
@@ -151,7 +154,8 @@ def test_written_checkpoints_keep_every_budget(tmp_path_factory, shared_backend,
     out = tmp_path_factory.mktemp("export") / "model"
     summary = CompressedTensorsExporter().export(backend.loaded, backend.weights_of(allocation), out)
     bits = average_bits(out, [info.name for info in backend.plan.linears])
-    used = {"bits": bits["average_bits"], "bpw": bits["average_stored_bits"], "size": checkpoint_size(out)["bytes"]}
+    size = checkpoint_size(out)["bytes"]
+    used = {"bits": bits["average_bits"], "bpw": bits["average_stored_bits"], "size": size}
     assert used[kind] <= float(budget.amount) * (1 + 1e-12)
     assert summary.total_bytes == checkpoint_size(out)["bytes"]
 
@@ -159,7 +163,10 @@ def test_written_checkpoints_keep_every_budget(tmp_path_factory, shared_backend,
 @pytest.fixture(scope="module")
 def shared_backend(tmp_path_factory):
     backend, _ = make_backend(
-        tmp_path_factory.mktemp("shared"), dtype=torch.bfloat16, widths=(2, 3, 4, 8, 16), locks=["layers.0.*o_proj=8"]
+        tmp_path_factory.mktemp("shared"),
+        dtype=torch.bfloat16,
+        widths=(2, 3, 4, 8, 16),
+        locks=["layers.0.*o_proj=8"],
     )
     return backend
 
@@ -184,12 +191,9 @@ def test_budget_parsing():
 
 def test_a_store_of_another_model_is_refused(tmp_path):
     make_backend(tmp_path)
+    other = wrap_model(tiny_model("llama", seed=9))
+    linears = other.layout.linears(other.model, include_head=True)
+    plan = make_plan(other.layout, linears, group_size=None, widths=(2, 3, 4))
+    backend = QuantizationBackend(other, plan, tmp_path / "store", settings=CandidateSettings(batch_size=2))
     with pytest.raises(ValueError, match="model"):
-        other = tiny_model("llama", seed=9)
-        loaded = wrap_model(other)
-        plan = make_plan(
-            loaded.layout, loaded.layout.linears(other, include_head=True), group_size=None, widths=(2, 3, 4)
-        )
-        QuantizationBackend(
-            loaded, plan, tmp_path / "store", settings=CandidateSettings(batch_size=2)
-        ).prepare(text(other.config.vocab_size))
+        backend.prepare(text(other.model.config.vocab_size))

@@ -174,8 +174,8 @@ def _head_hessian(
     loaded: LoadedModel, inputs: BlockInputs, head: LinearInfo
 ) -> dict[str, HessianAccumulator]:
     accumulator = HessianAccumulator(head.in_features, device=loaded.device)
-    for rows in inputs.finish().split(1):
-        accumulator.add(rows.reshape(-1, rows.shape[-1]))
+    for rows in inputs.finish():
+        accumulator.add(rows)
     return {head.name: accumulator}
 
 

@@ -290,8 +290,8 @@ class QuantizationBackend(Backend):
         spec = self.loaded.layout.head(self.loaded.model)
         for info in self.plan.linears:
             if info.role == "head":
-                weight: Any = info.module.weight
-                return Head(weight.detach(), info.module.bias, spec.softcap, spec.scale)
+                module: Any = info.module
+                return Head(module.weight.detach(), module.bias, spec.softcap, spec.scale)
         return Head(spec.weight.detach(), spec.bias, spec.softcap, spec.scale)
 
     def prior(self) -> Tensor | None:

@@ -126,7 +126,7 @@ def _sample(hidden: Tensor, head: Head, generator: torch.Generator) -> Tensor:
     """(T,) one token per position, drawn from the model's own distribution, in chunks of tokens."""
     step = chunk_length(head.weight.shape[0])
     drawn = []
-    for part in hidden.split(step):
+    for part in torch.split(hidden, step):
         logits = part.to(head.weight.dtype) @ head.weight.T * head.scale
         if head.bias is not None:
             logits = logits + head.bias

@@ -50,13 +50,16 @@ def command_from_config(config: type, run: Callable[[Any, Switches], None]) -> C
 
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     text, panel = field.metadata["help"], field.metadata.get("panel")
-    if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-        annotation = Annotated[hint, typer.Argument(help=text)]
-        return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
-    name = field.name.replace("_", "-")
-    flag = f"--{name}/--no-{name}" if hint in (bool, bool | None) else f"--{name}"
-    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
-    annotation = Annotated[hint, typer.Option(flag, help=text, rich_help_panel=panel)]
-    return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
+    default: Any = field.default
+    factory: Any = field.default_factory
+    if default is dataclasses.MISSING and factory is not dataclasses.MISSING:
+        default = factory()
+    declared: Any
+    if default is dataclasses.MISSING:
+        declared = Annotated[hint, typer.Argument(help=text)]
+        default = inspect.Parameter.empty
+    else:
+        name = field.name.replace("_", "-")
+        flag = f"--{name}/--no-{name}" if hint in (bool, bool | None) else f"--{name}"
+        declared = Annotated[hint, typer.Option(flag, help=text, rich_help_panel=panel)]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=declared)

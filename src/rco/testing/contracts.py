@@ -67,7 +67,7 @@ def _check_run(
     assert SearchResult.from_json(result.to_json()).allocation == result.allocation
     uniform = uniform_allocation(problem)
     # Where a problem is declared monotone the starts are spent first, which this loss does not reward.
-    assert problem.monotone or result.loss <= _loss(objective, uniform, problem) + 1e-9, "worse than the uniform start"
+    assert problem.monotone or result.loss <= _loss(objective, uniform, problem) + 1e-9, "worse than uniform"
     assert abs(result.loss - _loss(objective, choices, problem)) < 1e-9, "the reported loss is another's"
 
 

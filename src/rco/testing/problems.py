@@ -70,7 +70,8 @@ class QuadraticObjective:
     def loss(self, gates: Tensor, batch: int) -> Tensor:
         """Offset + <a + a_batch, g> + <g, A g>."""
         flat = gates.reshape(-1)
-        return self._offset + flat @ (self._linear + self._batch_linear[batch]) + flat @ self._interaction @ flat
+        separate: Tensor = flat @ (self._linear + self._batch_linear[batch])
+        return self._offset + separate + flat @ self._interaction @ flat
 
 
 class NetworkObjective:
@@ -86,7 +87,8 @@ class NetworkObjective:
 
     def loss(self, gates: Tensor, batch: int) -> Tensor:
         """<v, tanh(U g)>."""
-        return self._second @ torch.tanh(2.0 * self._first @ gates.reshape(-1))
+        loss: Tensor = self._second @ torch.tanh(2.0 * self._first @ gates.reshape(-1))
+        return loss
 
 
 def enumerate_feasible(problem: AllocationProblem) -> Iterator[np.ndarray]:
@@ -104,9 +106,7 @@ def true_optimum(problem: AllocationProblem, objective: Objective) -> tuple[np.n
     best, best_loss = None, float("inf")
     for choices in enumerate_feasible(problem):
         gates = torch.nn.functional.one_hot(torch.from_numpy(choices), problem.num_options).double()
-        loss = float(
-            np.mean([float(objective.loss(gates, batch)) for batch in range(objective.num_batches)])
-        )
+        loss = float(np.mean([float(objective.loss(gates, batch)) for batch in range(objective.num_batches)]))
         if loss < best_loss:
             best, best_loss = choices, loss
     if best is None:

@@ -1,0 +1,165 @@
+"""``rco quantize`` from the command line: one small run end to end, resume, budgets, errors."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rco.cli import main
+
+QUICK = [
+    "--sequences", "4", "--sensitivity", "2", "--selection", "2", "--evaluation", "2", "--length", "64",
+    "--steps", "3", "--samples", "2", "--refine", "2", "--widths", "2,3,8", "--sweeps", "0", "--quiet",
+]  # fmt: skip
+
+
+def run(capsys, *arguments):
+    code = main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quantize") / "run"
+    assert main(["quantize", "tiny-llama", "--bits", "2.5", "--out", str(folder), *QUICK]) == 0
+    return folder
+
+
+def test_everything_is_there_and_within_budget(finished):
+    for name in ("config", "problem", "allocation", "metrics", "environment"):
+        assert (finished / f"{name}.json").is_file(), name
+    assert (finished / "report.html").is_file()
+    metrics = json.loads((finished / "metrics.json").read_text())
+    assert metrics["budget"]["used_units"] <= metrics["budget"]["budget_units"]
+    assert metrics["certificate"]["average_bits"] <= 2.5
+    names = [row["name"] for row in metrics["evaluation"]]
+    assert names == ["full model", "uniform 2", "uniform 3", "uniform interpolation", "proxy knapsack", "RCO"]
+    assert not list(finished.glob("checkpoints/*.pt"))
+
+
+def test_the_checkpoint_gives_the_evaluated_logits(finished):
+    """Stock transformers decode the checkpoint to the weights that the search evaluated."""
+    from transformers import AutoModelForCausalLM
+
+    from rco.models.loading import load_model
+    from rco.store import CandidateStore
+
+    packed = AutoModelForCausalLM.from_pretrained(finished / "model").eval()
+    full = load_model("tiny-llama")
+    store = CandidateStore.open(finished / "candidates")
+    metrics = json.loads((finished / "metrics.json").read_text())
+    widths = {member: group["width"] for group in metrics["groups"] for member in group["members"]}
+    with torch.no_grad():
+        for info in full.layout.linears(full.model):
+            info.module.weight.copy_(store.load(info.name, str(widths[info.name])).dequantize())
+        ids = torch.arange(40)[None] * 7 % 8192
+        expected, got = full.model(ids).logits, packed(ids).logits
+    assert (expected.float() - got.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+    for info in full.layout.linears(full.model):
+        decoded = packed.get_submodule(info.name).weight
+        assert torch.equal(decoded, info.module.weight), info.name
+
+
+def test_a_second_run_in_the_same_folder_needs_resume(finished, capsys):
+    code, _, err = run(capsys, "quantize", "tiny-llama", "--bits", "2.5", "--out", str(finished), *QUICK)
+    assert code == 1
+    assert "--resume" in err
+    before = (finished / "allocation.json").read_bytes()
+    code, _, _ = run(
+        capsys, "quantize", "tiny-llama", "--bits", "2.5", "--out", str(finished), *QUICK, "--resume"
+    )
+    assert code == 0
+    assert (finished / "allocation.json").read_bytes() == before
+    code, _, err = run(
+        capsys, "quantize", "tiny-llama", "--bits", "2.6", "--out", str(finished), *QUICK, "--resume"
+    )
+    assert code == 1
+    assert "another configuration" in err
+
+
+def test_evaluate_and_report_read_a_run(finished, tmp_path, capsys):
+    quick = ["--sequences", "2", "--length", "64", "--json"]
+    code, out, _ = run(capsys, "evaluate", str(finished), "--reference", "tiny-llama", *quick)
+    assert code == 0
+    rows = json.loads(out)
+    assert rows[1]["kl"]["kl"] > 0
+    assert rows[0]["bytes"] > rows[1]["bytes"]
+    code, out, _ = run(capsys, "report", str(finished), "--out", str(tmp_path / "page.html"))
+    assert code == 0
+    assert (tmp_path / "page.html").stat().st_size > 1000
+
+
+def test_dry_run_says_range_and_estimates(capsys, tmp_path):
+    code, out, _ = run(
+        capsys, "quantize", "tiny-llama", "--size", "6MB", "--dry-run", "--json", "--out", str(tmp_path / "x")
+    )  # fmt: skip
+    assert code == 0
+    described = json.loads(out)
+    assert described["groups"] == 56
+    assert described["estimate"]["memory_bytes"] > 0
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bits", "1.5"], "between 2 and 8"),
+        (["--bits", "9"], "between 2 and 8"),
+        (["--size", "1MB"], "bytes"),
+        ([], "exactly one budget"),
+        (["--bits", "3", "--bpw", "3"], "exactly one budget"),
+        (["--bits", "3", "--searcher", "rcoo"], "Did you mean rco"),
+        (["--bits", "3", "--data", "no-such-text"], "no-such-text"),
+        (["--bits", "3", "--group-size", "48"], "48"),
+    ],
+)
+def test_mistakes_are_said_in_a_line(capsys, tmp_path, arguments, message):
+    code, _, err = run(capsys, "quantize", "tiny-llama", *arguments, "--out", str(tmp_path / "run"), *QUICK)
+    assert code == 1
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_text_that_is_too_short(capsys, tmp_path):
+    file = tmp_path / "short.txt"
+    file.write_text("Not much to see.")
+    code, _, err = run(
+        capsys, "quantize", "tiny-llama", "--bits", "3", "--data", str(file), "--out", str(tmp_path / "run"), *QUICK
+    )  # fmt: skip
+    assert code == 1
+    assert "token" in err
+
+
+def _start(folder, *extra):
+    command = [sys.executable, "-m", "rco", "quantize", "tiny-llama", "--bits", "2.5", "--out", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, *QUICK, *extra], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+
+
+@pytest.mark.slow
+def test_killed_anywhere_and_resumed_gives_the_same_allocation(tmp_path):
+    whole = _start(tmp_path / "whole")
+    began = time.monotonic()
+    assert whole.wait(timeout=600) == 0
+    seconds = time.monotonic() - began
+    expected = json.loads((tmp_path / "whole" / "allocation.json").read_text())["allocation"]
+    for number, share in enumerate((0.35, 0.5, 0.6, 0.7, 0.8, 0.9)):
+        folder = tmp_path / f"killed{number}"
+        process = _start(folder)
+        time.sleep(share * seconds)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        again = _start(folder, "--resume")
+        _, err = again.communicate(timeout=600)
+        assert again.returncode == 0, err.decode()
+        assert json.loads((folder / "allocation.json").read_text())["allocation"] == expected
+        assert not list(Path(folder).rglob("*.tmp*"))
