@@ -43,7 +43,7 @@ class ExpertObjective(LanguageModelObjective):
         head, full = self._student_head(), self._reference_head
         size = chunk_length(head.vocabulary)
         overlap = hidden.new_zeros((), dtype=torch.float64)
-        for mine, theirs in zip(hidden.split(size), reference.split(size), strict=True):
+        for mine, theirs in zip(torch.split(hidden, size), torch.split(reference, size), strict=True):
             overlap += torch.minimum(_distribution(mine, head), _distribution(theirs, full)).double().sum()
         return overlap / max(len(hidden), 1)
 

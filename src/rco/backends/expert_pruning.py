@@ -74,7 +74,7 @@ class ExpertPruningBackend(Backend):
         locks: Sequence[str] = (),
         mode: GateMode = "deployed",
         prior: PriorName = "frequency",
-        prior_scale: PriorScale = "rank",
+        prior_scale: PriorScale = "global",
         prior_strength: float = 1.0,
         compute_dtype: torch.dtype | None = None,
         loss: LossKind = "kl",

@@ -182,7 +182,7 @@ class PruneConfig:
         "frequency", help="Score behind the initial logits.", panel="Search"
     )
     prior_scale: Literal["rank", "global"] = setting(
-        "rank", help="Initial logits by rank within a layer, or by value across layers.", panel="Search"
+        "global", help="Initial logits by rank within a layer, or by value across layers.", panel="Search"
     )
     prior_strength: float = setting(1.0, help="Scale of the initial logits.", panel="Search")
     gates: Literal["deployed", "scale"] = setting(

@@ -1,0 +1,234 @@
+"""``rco prune`` and ``rco compare prune`` from the command line, on a tiny random model."""
+
+import json
+import random
+
+import pytest
+import torch
+import transformers
+
+import rco
+from rco.cli import main
+from rco.models.loading import load_model
+from rco.models.moe import moe_layers
+from rco.models.zoo import find_builtin
+from rco.runs import RunDirectory
+
+SMALL = ["--sequences=6", "--selection=2", "--evaluation=4", "--length=16", "--steps=4", "--samples=2"]
+SMALL += ["--refine=2", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A random mixture of experts that speaks the built-in tokenizer's language."""
+    folder = tmp_path_factory.mktemp("models") / "random-moe"
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=8192,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=64,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    source, _ = find_builtin("tiny-moe").locate()
+    transformers.AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder, words = tmp_path_factory.mktemp("text"), random.Random(0)
+    for name in ("one", "two"):
+        lines = [" ".join(words.choices("abcdefgh", k=12)) for _ in range(150)]
+        (folder / f"{name}.txt").write_text("\n\n".join(lines))
+    return f"{folder}/one.txt+{folder}/two.txt"
+
+
+def run(capsys, *arguments):
+    code = main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def logits(loaded):
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        return loaded.model.float()(ids).logits
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_from_a_model_to_a_checkpoint_that_loads(capsys, tmp_path, model_folder, texts):
+    out = tmp_path / "run"
+    code, printed, _ = run(
+        capsys,
+        "prune",
+        model_folder,
+        "--experts=5",
+        "--data",
+        texts,
+        "--out",
+        out,
+        "--by-domain",
+        "--json",
+        *SMALL,
+    )
+    assert code == 0
+    told = json.loads(printed)
+    layers = told["moe"]["layers"]
+    assert sum(len(layer["kept"]) for layer in layers) == 11
+    assert min(len(layer["kept"]) for layer in layers) >= 2
+    assert told["budget"]["pruned"] == 5
+    names = [row["name"] for row in told["evaluation"]]
+    assert names[0] == "full model"
+    assert names[-1] == "RCO"
+    assert [row["chosen"] for row in told["evaluation"]] == [False] * (len(names) - 1) + [True]
+    assert all(row["experts"] == 11 and row["within_budget"] for row in told["evaluation"][1:])
+    matrix = told["moe"]["by_domain"]
+    assert set(matrix) == set(texts.split("+")) == set(next(iter(matrix.values())))
+    assert told["certificate"]["used"] == 11
+    assert (out / "report.html").stat().st_size > 10_000
+
+    pruned = rco.load(out)
+    assert sum(layer.num_experts for layer in moe_layers(pruned.model)) == 11
+    assert sum(p.numel() for p in pruned.model.parameters()) == told["certificate"]["parameters"]
+    # The checkpoint computes what the mask computes on the full model.
+    from rco.models.moe_gates import expert_gates
+
+    full = load_model(model_folder)
+    keep = torch.zeros(16)
+    for layer in layers:
+        keep[[8 * layer["layer"] + expert for expert in layer["kept"]]] = 1
+    with expert_gates(full.model) as gates:
+        gates.set_gates(keep)
+        expected = logits(full)
+    torch.testing.assert_close(logits(pruned), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_same_number_everywhere_is_a_stock_checkpoint(capsys, tmp_path, model_folder, texts):
+    out = tmp_path / "run"
+    code, printed, _ = run(
+        capsys, "prune", model_folder, "--experts=0.25", "--uniform", "--data", texts, "--out", out, *SMALL
+    )
+    assert code == 0
+    assert "4 of 16 experts pruned" in printed
+    assert "(stock)" in printed
+    stock = transformers.AutoModelForCausalLM.from_pretrained(out / "model")
+    assert type(stock) is transformers.Qwen3MoeForCausalLM
+    assert [layer.num_experts for layer in moe_layers(stock)] == [6, 6]
+
+
+def test_a_stopped_run_continues_to_the_same_result(capsys, tmp_path, model_folder, texts, monkeypatch):
+    arguments = ["prune", model_folder, "--experts=5", "--data", texts, "--format=none", *SMALL]
+    assert run(capsys, *arguments, "--out", tmp_path / "whole")[0] == 0
+    save, saved = RunDirectory.save_checkpoint, []
+
+    def interrupt(self, step, state, **rest):
+        save(self, step, state, **rest)
+        saved.append(step)
+        if step == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunDirectory, "save_checkpoint", interrupt)
+    code, _, told = run(capsys, *arguments, "--out", tmp_path / "parts")
+    assert code == 130
+    assert "--resume" in told
+    monkeypatch.setattr(RunDirectory, "save_checkpoint", save)
+    assert run(capsys, *arguments, "--out", tmp_path / "parts")[0] == 1  # not without --resume
+    assert run(capsys, *arguments, "--out", tmp_path / "parts", "--resume")[0] == 0
+    whole, parts = RunDirectory.open(tmp_path / "whole"), RunDirectory.open(tmp_path / "parts")
+    assert parts.result.allocation == whole.result.allocation
+    assert [r["loss"] for r in parts.history()] == [r["loss"] for r in whole.history()]
+    # Finished, it is read, not searched again; other settings are refused.
+    assert run(capsys, *arguments, "--out", tmp_path / "parts", "--resume")[0] == 0
+    code, _, told = run(capsys, *arguments, "--lr=0.5", "--out", tmp_path / "parts", "--resume")
+    assert code == 1
+    assert "another configuration" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--experts=1.5"], "fraction between 0 and 1"),
+        (["--experts=1.0"], "fraction between 0 and 1"),
+        (["--experts=-1"], "must be positive"),
+        (["--experts=0.9"], "prune at most 12"),
+        ([], "exactly one budget"),
+        (["--experts=2", "--size=1MB"], "exactly one budget"),
+        (["--experts=2", "--padded"], "--padded is not possible"),
+        (["--experts=2", "--searcher=rcoo"], "Did you mean rco"),
+    ],
+)
+def test_bad_input_says_what_is_wrong_and_leaves_nothing(capsys, tmp_path, model_folder, arguments, words):
+    code, printed, told = run(capsys, "prune", model_folder, *arguments, "--out", tmp_path / "run")
+    assert code == 1
+    assert words in told
+    assert not printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dense_model_is_an_error(capsys, tmp_path):
+    code, _, told = run(capsys, "prune", "tiny-llama", "--experts=0.25", "--out", tmp_path / "run")
+    assert code == 1
+    assert "no known mixture-of-experts layout" in told
+
+
+def test_a_mask_of_another_model_is_an_error(capsys, tmp_path, model_folder, texts):
+    out = tmp_path / "run"
+    arguments = ["prune", model_folder, "--experts=5", "--data", texts, "--format=none", "--out", out, *SMALL]
+    assert run(capsys, *arguments)[0] == 0
+    told = json.loads((out / "allocation.json").read_text())
+    told["allocation"]["choices"] = told["allocation"]["choices"][:-1]
+    told["allocation"]["groups"] = told["allocation"]["groups"][:-1]
+    (out / "allocation.json").write_text(json.dumps(told))
+    code, _, error = run(capsys, *arguments, "--resume")
+    assert code == 1
+    assert "made for another model" in error
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(capsys, tmp_path, model_folder):
+    arguments = ["prune", model_folder, "--experts=0.3", "--out", tmp_path / "run", "--dry-run"]
+    code, printed, _ = run(capsys, *arguments, "--json")
+    plan = json.loads(printed)
+    assert code == 0
+    assert (plan["experts"], plan["prunes"], plan["keeps"]) == (16, 4, 12)
+    code, printed, _ = run(capsys, *arguments)
+    assert "4 pruned, 12 kept" in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_comparison_writes_its_tables_and_goes_on(capsys, tmp_path, model_folder, texts):
+    out = tmp_path / "compared"
+    arguments = ["compare", "prune", model_folder, "--experts=5", "--data", texts, "--out", out, *SMALL]
+    arguments += ["--tokens=2000"]
+    methods = "rco,rco@0.5,evoesap,greedy,reap,frequency-global,random-pick"
+    code, printed, _ = run(capsys, *arguments, "--seeds=1", "--methods", methods, "--json")
+    assert code == 0
+    rows = json.loads(printed)["rows"]
+    assert {row["method"] for row in rows} == set(methods.split(","))
+    assert [row["kl"] for row in rows] == sorted(row["kl"] for row in rows)
+    entries = json.loads((out / "comparison.json").read_text())["entries"]
+    assert all(entry["experts"] == 11 for entry in entries)
+    assert all(entry["tokens"] <= 2000 for entry in entries)
+    assert next(e for e in entries if e["label"] == "rco@0.5")["tokens"] <= 1000
+    assert (out / "comparison.md").read_text().count("\n| ") == len(rows) + 1
+    assert (out / "comparison.csv").read_text().count("\n") == len(rows) + 1
+    # A second seed adds to what is there.
+    code, printed, _ = run(capsys, *arguments, "--seeds=2", "--methods", methods, "--json", "--resume")
+    assert code == 0
+    assert {row["seeds"] for row in json.loads(printed)["rows"]} == {2}
+    again = json.loads((out / "comparison.json").read_text())["entries"]
+    assert again[: len(entries)] == entries
+    for bad, words in (("rcoo", "Did you mean"), ("rco@2", "share of the tokens"), ("rco,rco", "twice")):
+        code, _, told = run(capsys, *arguments, "--methods", bad, "--resume")
+        assert code == 1
+        assert words in told
