@@ -1,0 +1,1 @@
+"""The paper's controlled experiments, and measurements of the package's own parts."""

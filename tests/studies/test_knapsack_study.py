@@ -1,0 +1,160 @@
+"""The study end to end, small: records, report, figures, and the comparison with the paper."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rco.studies.knapsack_bench import run_knapsack_bench
+from rco.studies.knapsack_methods import METHODS
+from rco.studies.knapsack_paper import compare_with_paper
+from rco.studies.knapsack_report import study_markdown, write_study
+from rco.studies.knapsack_study import run_study
+from rco.studies.multi_budget import run_multi_budget
+from rco.studies.retraction_bench import run_retraction_bench
+
+NAMES = ["medium", "cheap optimal"]
+
+
+@pytest.fixture(scope="module")
+def study() -> dict[str, Any]:
+    return run_study(NAMES, instances=2, steps=700, seed=1)
+
+
+@pytest.fixture(scope="module")
+def multi() -> dict[str, Any]:
+    return run_multi_budget(groups=40, options=6, budgets=16, steps=60)
+
+
+@pytest.fixture(scope="module")
+def retraction() -> dict[str, Any]:
+    return run_retraction_bench(["medium", "adversarial"], steps=60)
+
+
+def test_the_record_holds_what_was_measured(study: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(study)) == study
+    for name in NAMES:
+        methods = study["scenarios"][name]["methods"]
+        assert set(methods) == set(METHODS)
+        assert methods["manifold"]["violation_max"] < 1e-8
+        assert 1 <= methods["manifold"]["evaluations"] <= 6
+        assert methods["lagrangian"]["violation_mean"] > 1e-3
+        for result in methods.values():
+            assert len(result["gap"]) == 2
+            assert min(result["gap"]) >= 0
+    chosen = study["scenarios"]["medium"]["methods"]["lagrangian"]
+    assert round(chosen["gap_mean"], 3) == round(min(s["gap_mean"] for s in chosen["sweep"]), 3)
+    cheap = study["scenarios"]["cheap optimal"]["methods"]
+    assert cheap["manifold_slack"]["gap_mean"] < 0.01
+    assert cheap["manifold"]["gap_mean"] > 20
+    assert cheap["manifold"]["steps_within_mean"] is None
+
+
+def test_workers_change_nothing(study: dict[str, Any]) -> None:
+    seen = []
+    parallel = run_study(
+        NAMES,
+        instances=2,
+        steps=700,
+        seed=1,
+        workers=2,
+        on_progress=lambda done, total, label: seen.append(done),
+    )
+    assert seen == list(range(1, 2 * len(METHODS) + 1))
+
+    def without_times(record: dict[str, Any]) -> dict[str, Any]:
+        record = copy.deepcopy(record["scenarios"])
+        for scenario in record.values():
+            for result in scenario["methods"].values():
+                del result["seconds"]
+        return record
+
+    assert without_times(parallel) == without_times(study)
+
+
+def test_sixteen_budgets_are_held(multi: dict[str, Any]) -> None:
+    assert multi["methods"]["manifold"]["violation_max"] <= 1e-12
+    assert multi["methods"]["lagrangian"]["violation_mean"] > 1e-6
+    assert len(multi["methods"]["manifold"]["trace"]["relative"]) == 16
+    assert (
+        multi["methods"]["manifold"]["gap_percent"] > 0
+    )  # sixty steps do not reach the relaxation's optimum
+
+
+def test_newton_needs_few_evaluations_and_bisection_many(retraction: dict[str, Any]) -> None:
+    for scenario in retraction["scenarios"].values():
+        assert scenario["newton"]["mean"] <= 6
+        assert 25 <= scenario["bisection"]["mean"] <= 50
+        assert sum(scenario["newton"]["histogram"].values()) == 60
+
+
+def test_everything_is_written(
+    tmp_path: Path, study: dict[str, Any], multi: dict[str, Any], retraction: dict[str, Any]
+) -> None:
+    pytest.importorskip("matplotlib")
+    files = write_study(tmp_path, study, multi, retraction)
+    assert {f.name for f in files} == {
+        p.name for p in tmp_path.iterdir()
+    }  # and nothing half-written beside them
+    record = json.loads((tmp_path / "knapsack_study.json").read_text())
+    assert record["knapsack"]["scenarios"].keys() == set(NAMES)
+    text = (tmp_path / "knapsack_study.md").read_text()
+    for method in METHODS.values():
+        assert method in text
+    assert "## Compared with the paper" in text
+    assert "![knapsack convergence](knapsack_convergence.png)" in text
+    for name in ("convergence", "violation", "gaps", "multi_budget", "retraction"):
+        assert (tmp_path / f"knapsack_{name}.png").read_bytes()[:4] == b"\x89PNG"
+        assert "<svg" in (tmp_path / f"knapsack_{name}.svg").read_text()[:1000]
+
+
+def test_the_comparison_says_plainly_what_differs(study: dict[str, Any]) -> None:
+    lines = compare_with_paper(study)
+    text = "\n".join(lines)
+    assert text.count("**Same.**") + text.count("**Different.**") == len(lines)
+    worse = copy.deepcopy(study)
+    worse["scenarios"]["medium"]["methods"]["manifold"]["violation_max"] = 1e-3
+    worse["scenarios"]["cheap optimal"]["methods"]["manifold_slack"]["gap_mean"] = 3.0
+    changed = compare_with_paper(worse)
+    assert changed[0].startswith("**Different.** The manifold holds the budget: |C - B| is at most 1.0e-03")
+    assert any(line.startswith("**Different.** *cheap optimal*: the equality") for line in changed)
+    assert "1.0e-03" in study_markdown(worse)
+
+
+def test_one_scenario_by_itself(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    record, files = run_knapsack_bench(
+        tmp_path,
+        ["medium"],
+        instances=1,
+        steps=20,
+        figures=(),
+        on_progress=lambda d, t, _: seen.append((d, t)),
+    )
+    assert record["multi_budget"] is None
+    assert [f.name for f in files] == ["knapsack_study.json", "knapsack_study.md"]
+    assert seen[-1] == (len(METHODS), len(METHODS))
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"Unknown scenarios \['vast'\]"):
+        run_study(["vast"])
+    with pytest.raises(ValueError, match="steps=2"):
+        run_study(["medium"], steps=2)
+    with pytest.raises(ValueError, match="workers=0"):
+        run_study(["medium"], workers=0)
+
+
+@pytest.mark.slow
+def test_the_targets_of_the_full_study() -> None:
+    names = ["large", "float costs", "cheap optimal", "mixed slack"]
+    scenarios = run_study(names, instances=3, steps=5000)["scenarios"]
+    for name in names:
+        assert scenarios[name]["methods"]["manifold"]["violation_max"] < 1e-8
+        method = "manifold" if name in ("large", "float costs") else "manifold_slack"
+        assert np.mean(scenarios[name]["methods"][method]["gap"]) <= (0.02 if method == "manifold" else 0.01)
