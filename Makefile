@@ -14,7 +14,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(BIN)/rco bench knapsack --quick
+	$(BIN)/rco quantize tiny-llama --bits 2.5 --resume
 
 test: setup
 	$(BIN)/python -m pytest -q

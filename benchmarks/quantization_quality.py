@@ -190,7 +190,7 @@ def main():
                     continue
                 last = runs[-1]
                 shown = {k: round(v["kl"], 4) for k, v in last["rows"].items()}
-                print(last["bits"], last["seed"], last["variant"], shown, last["chosen_from"], flush=True)
+                print(last["bits"], last["seed"], last["variant"], shown, last["chosen_from"], round(last["seconds"]), flush=True)
             if len(runs) < len(tasks):
                 for process in pool._processes.values():
                     process.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -49,3 +50,76 @@ def solver(
     with make_progress(as_json) as progress:
         report = run(families or None, repeats, quick, progress.stage("solver"))
     _write(report, to_markdown(report), out, "solver", as_json)
+
+
+@app.command()
+def knapsack(
+    scenario: Annotated[
+        list[str] | None, typer.Option("--scenario", help="A scenario by name, repeatable; all by default.")
+    ] = None,
+    instances: Annotated[int, typer.Option("--instances", help="Random instances per scenario.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps per run.")] = 5000,
+    lr: Annotated[float, typer.Option("--lr", help="Learning rate.")] = 0.01,
+    workers: Annotated[int, typer.Option("--workers", help="Processes.")] = 2,
+    seed: Annotated[int, typer.Option("--seed", help="Of instances and starting points.")] = 0,
+    quick: Quick = False,
+    out: Out = Path("runs/knapsack-study"),
+    as_json: AsJson = False,
+) -> None:
+    """Compare ways to handle a budget on 13 knapsack scenarios, with 16 joint budgets and retraction counts.
+
+    rco bench knapsack --quick
+
+    rco bench knapsack --scenario huge --scenario 'cheap optimal' --workers 2
+    """
+    from rco.cli.progress import make_progress
+    from rco.studies.knapsack_report import study_markdown, write_study
+    from rco.studies.knapsack_study import run_study
+    from rco.studies.multi_budget import run_multi_budget
+    from rco.studies.retraction_bench import run_retraction_bench
+
+    with make_progress(as_json) as progress:
+
+        def told(stage: str) -> Callable[[int, int, str], None]:
+            count = progress.stage(stage)
+            return lambda done, total, _latest: count(done, total)
+
+        study = run_study(scenario or None, instances, steps, lr, workers, quick, seed, told("scenarios"))
+        whole = not scenario
+        multi = run_multi_budget(quick=quick, seed=seed, on_progress=told("joint budgets")) if whole else None
+        retraction = (
+            run_retraction_bench(quick=quick, seed=seed, on_progress=told("retraction")) if whole else None
+        )
+    if as_json:
+        typer.echo(json.dumps({"knapsack": study, "multi_budget": multi, "retraction": retraction}))
+    else:
+        typer.echo(study_markdown(study, multi, retraction))
+    if out is not None:
+        for path in write_study(out, study, multi, retraction):
+            typer.echo(f"wrote {path}", err=True)
+
+
+@app.command()
+def retraction(
+    steps: Annotated[int, typer.Option("--steps", help="Retractions per scenario.")] = 1000,
+    seed: Annotated[int, typer.Option("--seed", help="Of instances and starting points.")] = 0,
+    quick: Quick = False,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Count the softmax evaluations of a retraction: safeguarded Newton beside the paper's bisection.
+
+    rco bench retraction --quick
+
+    rco bench retraction --out benchmarks/results
+    """
+    from rco.cli.progress import make_progress
+    from rco.studies.knapsack_report import retraction_table
+    from rco.studies.retraction_bench import run_retraction_bench
+
+    with make_progress(as_json) as progress:
+        count = progress.stage("retraction")
+        report = run_retraction_bench(
+            steps=steps, quick=quick, seed=seed, on_progress=lambda done, total, _latest: count(done, total)
+        )
+    _write(report, retraction_table(report), out, "retraction", as_json)
