@@ -138,6 +138,7 @@ def _schedules(study: Mapping[str, Any]) -> str:
 
 
 def retraction_table(bench: Mapping[str, Any]) -> str:
+    """Counts and times of both retractions as a Markdown table."""
     lines = [
         f"{bench['settings']['steps']} retractions per scenario, one instance. Newton to 1e-12 of the budget, "
         f"bisection on [-50, 50] to {bench['settings']['bisection_tol']:g}.",
