@@ -5,11 +5,13 @@
 
 Every search may forward the same number of tokens (a backward pass counts as two), "@0.1" a tenth of that.
 Data, scores and searches of a seed are its own. ``--gates deployed,scale`` also measures what gradients should see.
+``--document`` writes the tables of all results into docs/expert_pruning.md.
 The folder given by --work keeps what is done, so that a stopped benchmark goes on where it was.
 """
 
 import argparse
 import dataclasses
+import json
 import sys
 import time
 from pathlib import Path
@@ -17,6 +19,47 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "expert_pruning.md"
+
+
+def document():
+    """Put the tables of all results into the document, between its markers."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("expert_pruning_*.json"))]
+    results, modes = [], ["| model | pruned | `deployed` | `scale` | seeds |", "|---|---|---:|---:|---:|"]
+    for report in found:
+        texts = report["texts"].get("eval_data") or report["texts"]["data"]
+        words = f"{len(texts)} text{'s' if len(texts) > 1 else ''}"
+        for key, table in report["tables"].items():
+            fraction, gates = key.removesuffix(" gates").split(", ")
+            other = report["tables"].get(f"{fraction}, scale gates")
+            if gates != "deployed":
+                continue
+            settings = report["settings"]
+            results += [
+                f"`{report['model']}`, {100 * float(fraction):g} % pruned, {settings['tokens']:,} tokens per "
+                f"search, evaluated on {settings['evaluation']} sequences of {settings['length']} tokens of {words}:",
+                "",
+                "| method | KL to the full model | perplexity | tokens | seeds |",
+                "|---|---:|---:|---:|---:|",
+            ]
+            for row in table["rows"]:
+                results.append(
+                    f"| {row['method']} | {row['kl']:.4f} ± {row['kl_std']:.4f} | {row['perplexity']:.2f} | "
+                    f"{row['tokens']:,.0f} | {row['seeds']} |"
+                )
+            results.append("")
+            if other:
+                pair = [next(r for r in rows["rows"] if r["method"] == "rco") for rows in (table, other)]
+                cells = " | ".join(f"{row['kl']:.4f} ± {row['kl_std']:.4f}" for row in pair)
+                seeds = min(row["seeds"] for row in pair)
+                modes.append(f"| `{report['model']}` | {100 * float(fraction):g} % | {cells} | {seeds} |")
+    text = DOCUMENT.read_text()
+    for name, lines in (("modes", modes), ("results", results)):
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        after = rest.partition(end)[2]
+        text = f"{before}{begin}\n" + "\n".join(lines).strip() + f"\n{end}{after}"
+    DOCUMENT.write_text(text)
 
 
 def main():
@@ -46,7 +89,10 @@ def main():
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no new seed after this long")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-expert-pruning"))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--document", action="store_true", help="only put results/*.json into the document")
     arguments = parser.parse_args()
+    if arguments.document:
+        return document()
     torch.set_num_threads(arguments.threads)
     name = Path(arguments.model).name
     out = arguments.out or RESULTS / f"expert_pruning_{name.replace('-', '_')}.json"

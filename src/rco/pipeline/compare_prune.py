@@ -29,6 +29,10 @@ __all__ = ["PruneContest", "compare_pruning", "default_tokens", "resolve_method"
 # Shares of an allowance that a gradient search leaves for the choice among candidates, and for refinement.
 _CHOICE, _REFINE = 0.15, 0.2
 _FEW_STEPS = 20
+_SHORT = 400  # evaluations below which nothing is left for refinement
+_OVERSHOOT = (
+    5  # passes that a refinement may take beyond its own allowance: a gradient, and its last proposal
+)
 _CANDIDATES = 7  # most that a gradient search compares at its end
 # From all experts down is the direction that pruning goes; up from too few for the router is none.
 _ALIASES = {"greedy": "greedy-down"}
@@ -125,11 +129,13 @@ class PruneContest:
             extra = {} if rules else {"max_evaluations": allowance}
             return make_searcher(method, {**open_ended, **extra, "seed": seed}), selection
         size = self.config.batch_size
-        most = max(1, int(_CHOICE * allowance / _CANDIDATES)) * size
-        chosen = min(selection, most)
+        short = allowance < _SHORT
+        share = _CHOICE * (2 if short else 1)  # few sequences would choose by their noise
+        chosen = min(selection, max(1, int(share * allowance / _CANDIDATES)) * size)
         passes = -(-chosen // size)
-        refine = int(_REFINE * allowance / passes) if self.config.refine else 0
-        left = allowance - passes * (_CANDIDATES + refine)
+        refine = 0 if short or not self.config.refine else int(_REFINE * allowance / passes)
+        overshoot = _OVERSHOOT if refine else 0
+        left = allowance - passes * (_CANDIDATES + refine + overshoot)
         samples = self.config.samples
         while samples > 1 and left < 3 * samples * _FEW_STEPS:
             samples -= 1  # a short search is better off with steps than with samples

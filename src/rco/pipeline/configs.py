@@ -177,7 +177,7 @@ class PruneConfig:
     samples: int = setting(4, help="Gumbel samples per step.", panel="Search")
     lr: float = setting(0.1, help="Learning rate.", panel="Search")
     tau: tuple[float, float] = setting((1.0, 0.1), help="First and last temperature.", panel="Search")
-    refine: int = setting(30, help="Evaluations that exchange moves may spend.", panel="Search")
+    refine: int = setting(20, help="Evaluations that exchange moves may spend.", panel="Search")
     prior: Literal["reap", "frequency", "mass", "none"] = setting(
         "frequency", help="Score behind the initial logits.", panel="Search"
     )
