@@ -10,7 +10,6 @@ the better of the two on the selection split (what the search is started from), 
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -195,9 +194,11 @@ def main():
                 for process in pool._processes.values():
                     process.kill()
     report = {
-        "command": "python " + " ".join(sys.argv),
+        "command": f"python benchmarks/quantization_quality.py --model {arguments.model} --bits {arguments.bits} "
+        f"--seeds {arguments.seeds} --workers {arguments.workers} --threads {arguments.threads} "
+        f"--seconds {arguments.seconds:g}",
         "environment": environment(),
-        "settings": {**config.identity(), "variants": variants},
+        "settings": {**config.identity(), "store": None, "variants": variants},
         "table": summarize(runs),
         "runs": runs,
     }
