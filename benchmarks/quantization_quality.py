@@ -150,7 +150,9 @@ def main():
     parser.add_argument("--variants", default="{}", help='JSON: {"name": {RCO settings}}')
     parser.add_argument("--out", type=Path, default=RESULTS / "quantization_quality.json")
     parser.add_argument("--seconds", type=float, default=1e9, help="hand out no new runs after this long")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that --out already holds")
     arguments = parser.parse_args()
+    earlier = json.loads(arguments.out.read_text()) if arguments.resume and arguments.out.exists() else None
     variants = json.loads(arguments.variants) or {"default": {}}
     with tempfile.TemporaryDirectory() as folder:
         config = QuantizeConfig(model=arguments.model, bits="2.5", store=Path(folder) / "store")
@@ -172,7 +174,10 @@ def main():
             for bits in arguments.bits.split(",")
             for name, variant in variants.items()
         ]
-        runs = []
+        runs = list(earlier["runs"]) if earlier else []
+        finished = {(r["bits"], r["seed"], r["variant"]) for r in runs}
+        tasks = [task for task in tasks if task[:3] not in finished]
+        wanted = len(runs) + len(tasks)
         with ProcessPoolExecutor(
             arguments.workers, get_context("spawn"), start, (replace(config), arguments.threads)
         ) as pool:
@@ -189,8 +194,11 @@ def main():
                     continue
                 last = runs[-1]
                 shown = {k: round(v["kl"], 4) for k, v in last["rows"].items()}
-                print(last["bits"], last["seed"], last["variant"], shown, last["chosen_from"], round(last["seconds"]), flush=True)
-            if len(runs) < len(tasks):
+                print(
+                    last["bits"], last["seed"], last["variant"], shown, last["chosen_from"],
+                    round(last["seconds"]), flush=True,
+                )  # fmt: skip
+            if len(runs) < wanted:
                 for process in pool._processes.values():
                     process.kill()
     report = {
@@ -198,9 +206,12 @@ def main():
         f"--seeds {arguments.seeds} --workers {arguments.workers} --threads {arguments.threads} "
         f"--seconds {arguments.seconds:g}",
         "environment": environment(),
+        "earlier_environments": [*earlier.get("earlier_environments", []), earlier["environment"]]
+        if earlier
+        else [],
         "settings": {**config.identity(), "store": None, "variants": variants},
         "table": summarize(runs),
-        "runs": runs,
+        "runs": sorted(runs, key=lambda r: (r["variant"], float(r["bits"]), r["seed"])),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(arguments.out, report)
