@@ -379,6 +379,28 @@ def test_maximising_is_minimising_the_negative() -> None:
     assert torch.equal(x, y)
 
 
+def test_copies_go_on_like_the_original() -> None:
+    manifold = BudgetManifold(_problem("slack"))
+    x = manifold.random_point(0).requires_grad_()
+    optimizer = RiemannianAdam([x], manifold, lr=0.05)
+    _run(optimizer, x, 5)
+    y, copied = copy.deepcopy((x, optimizer))
+    _run(optimizer, x, 10)
+    _run(copied, y, 10)
+    assert torch.equal(x, y)
+
+
+def test_hooks_run_once_per_step() -> None:
+    manifold = BudgetManifold(_problem())
+    torch.optim.Adam([torch.zeros(1, requires_grad=True)])  # installs hooks on the class it is an instance of
+    x = manifold.random_point(0).requires_grad_()
+    optimizer = RiemannianAdam([x], manifold)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    _run(optimizer, x, 3)
+    assert len(calls) == 3
+
+
 def test_wrong_use_is_named() -> None:
     manifold = BudgetManifold(_problem())
     with pytest.raises(TypeError, match=r"must be float64 on the CPU.*float32"):

@@ -186,7 +186,9 @@ class BudgetManifold:
         if cost.forbidden is not None:
             v = v.masked_fill(cost.forbidden, 0.0)
         along = (
-            v.new_zeros(cost.num_budgets) if slack_component is None else slack_component.detach().reshape(-1)
+            v.new_zeros(cost.num_budgets)
+            if slack_component is None
+            else slack_component.detach().double().reshape(-1)
         )
         # The augmented normal is (n, 2s); without slack its last entry is zero.
         last = 2 * cost.slack(local) if self._inequality else torch.zeros_like(along)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
+
+from rco.core.knapsack_dual import entry, internal
 
 __all__ = ["local_cost", "project_rows", "retract_rows"]
 
@@ -18,7 +19,7 @@ _LIMIT = 2000  # evaluations per block; growing to the edge of float64 takes abo
 _TINY = 1e-250  # squared norms below this have lost digits to underflow
 
 
-@numba.njit(cache=True)
+@internal
 def _likeliest(row: np.ndarray) -> int:
     """The option with the largest logit; costs counted from its cost keep near one-hot rows accurate."""
     top = 0
@@ -28,7 +29,7 @@ def _likeliest(row: np.ndarray) -> int:
     return top
 
 
-@numba.njit(cache=True)
+@entry
 def local_cost(
     x: np.ndarray, costs: np.ndarray, order: np.ndarray, offsets: np.ndarray, normal: np.ndarray
 ) -> np.ndarray:
@@ -56,7 +57,7 @@ def local_cost(
     return expected
 
 
-@numba.njit(cache=True)
+@internal
 def _evaluate(
     x: np.ndarray,
     costs: np.ndarray,
@@ -88,7 +89,7 @@ def _evaluate(
     return total + lost, slope
 
 
-@numba.njit(cache=True)
+@internal
 def _log_odds_step(shift: float, residual: float, slope: float, target: float, span: float) -> float:
     """Newton on ``log(C / (span - C))``, nearly linear where C is exponential; NaN where that is undefined."""
     cost = target + residual
@@ -98,7 +99,7 @@ def _log_odds_step(shift: float, residual: float, slope: float, target: float, s
     return shift - gap * (cost * (1.0 - cost / span)) / slope
 
 
-@numba.njit(cache=True)
+@entry
 def retract_rows(
     x: np.ndarray,
     costs: np.ndarray,
@@ -175,7 +176,7 @@ def retract_rows(
     return converged
 
 
-@numba.njit(cache=True)
+@entry
 def project_rows(
     normal: np.ndarray,
     last: np.ndarray,

@@ -144,6 +144,16 @@ class RiemannianOptimizer(torch.optim.Optimizer):
         for group, manifold in zip(self.param_groups, manifolds, strict=True):
             group["manifold"] = manifold
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copying and pickling keep: torch's base class knows only of groups and state."""
+        kept = {name: self.__dict__[name] for name in ("_inner", "_manifold", "_one_sided")}
+        return {**super().__getstate__(), **kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The inverse of ``__getstate__``."""
+        super().__setstate__(state)
+        self._link()
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"
 

@@ -67,6 +67,7 @@ def draw_figures(
                 metadata = {"Date": None} if kind == "svg" else None
                 with atomic_path(path) as temporary:
                     figure.savefig(temporary, format=kind, dpi=dpi, metadata=metadata)
+                figure.set_layout_engine("none")  # laid out once is enough
                 written.append(path)
     return written
 
@@ -135,6 +136,7 @@ def _convergence(figure_class: type[Figure], study: Mapping[str, Any]) -> Figure
     for axis in axes:
         axis.set_yscale("symlog", linthresh=0.01, linscale=0.6)
         axis.set_ylim(bottom=0)
+        axis.minorticks_off()
         axis.axhline(1.0, color="#888888", linewidth=0.7)
     return figure
 
@@ -150,6 +152,7 @@ def _violation(figure_class: type[Figure], study: Mapping[str, Any]) -> Figure:
     for axis in axes:
         axis.set_yscale("log")
         axis.set_ylim(_FLOOR / 3, 1e4)
+        axis.minorticks_off()
         axis.axhline(1e-8, color="#888888", linewidth=0.7)
     return figure
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
-import numba
 import numpy as np
+
+from rco.core.knapsack_dual import entry, internal
 
 __all__ = ["repaired_value", "run_multiplier"]
 
+_compiled: Callable[[Any], Any] = entry
+_inlined: Callable[[Any], Any] = internal
 
-@numba.njit(cache=True)
+
+@_inlined
 def _best_saving(values: np.ndarray, costs: np.ndarray, i: int, current: int) -> tuple[int, float]:
     """Of the cheaper options of group i, the one that loses the least value per unit of cost saved."""
     best, loss = -1, math.inf
@@ -23,7 +29,7 @@ def _best_saving(values: np.ndarray, costs: np.ndarray, i: int, current: int) ->
     return best, loss
 
 
-@numba.njit(cache=True)
+@_inlined
 def _best_gain(values: np.ndarray, costs: np.ndarray, i: int, current: int, room: int) -> tuple[int, float]:
     """Of the costlier options of group i that fit, the one that gains the most value per unit of cost."""
     best, gain = -1, 0.0
@@ -36,7 +42,7 @@ def _best_gain(values: np.ndarray, costs: np.ndarray, i: int, current: int, room
     return best, gain
 
 
-@numba.njit(cache=True)
+@_compiled
 def repaired_value(x: np.ndarray, values: np.ndarray, costs: np.ndarray, budget: int) -> float:
     """Value of the likeliest assignment after greedy repair.
 
@@ -81,7 +87,7 @@ def repaired_value(x: np.ndarray, values: np.ndarray, costs: np.ndarray, budget:
     return total
 
 
-@numba.njit(cache=True)
+@_compiled
 def run_multiplier(
     x: np.ndarray,
     values: np.ndarray,
