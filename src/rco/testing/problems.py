@@ -71,7 +71,8 @@ class QuadraticObjective:
         """Offset + <a + a_batch, g> + <g, A g>."""
         flat = gates.reshape(-1)
         separate: Tensor = flat @ (self._linear + self._batch_linear[batch])
-        return self._offset + separate + flat @ self._interaction @ flat
+        together: Tensor = flat @ self._interaction @ flat
+        return self._offset + separate + together
 
 
 class NetworkObjective:
