@@ -22,6 +22,13 @@ RESULTS = Path(__file__).parent / "results"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "expert_pruning.md"
 
 
+def short_names(value):
+    """Files by their names, wherever they lie."""
+    if isinstance(value, dict):
+        return {Path(key).name: short_names(entry) for key, entry in value.items()}
+    return [short_names(entry) for entry in value] if isinstance(value, list) else value
+
+
 def document():
     """Put the tables of all results into the document, between its markers."""
     found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("expert_pruning_*.json"))]
@@ -37,7 +44,8 @@ def document():
             settings = report["settings"]
             results += [
                 f"`{report['model']}`, {100 * float(fraction):g} % pruned, {settings['tokens']:,} tokens per "
-                f"search, evaluated on {settings['evaluation']} sequences of {settings['length']} tokens of {words}:",
+                f"search, evaluated on {settings['evaluation']} sequences of {settings['length']} tokens "
+                f"of {words}:",
                 "",
                 "| method | KL to the full model | perplexity | tokens | seeds |",
                 "|---|---:|---:|---:|---:|",
@@ -121,7 +129,7 @@ def main():
                 )
                 found = compare_pruning(config)
                 key = f"{fraction}, {gates} gates"
-                tables[key] = {"rows": found.rows, "entries": found.entries}
+                tables[key] = short_names({"rows": found.rows, "entries": found.entries})
                 print(f"== {name} {key}, {seeds} seeds, {time.perf_counter() - began:.0f} s", flush=True)
                 for row in found.rows:
                     print(f"{row['method']:18s} {row['kl']:.4f} ± {row['kl_std']:.4f}", flush=True)
