@@ -96,7 +96,9 @@ def case(vocabulary, widths):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", help="JSON, used by the parent process")
     parser.add_argument("--out", type=Path, default=RESULTS / "search_memory.json")
     arguments = parser.parse_args()

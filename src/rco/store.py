@@ -264,9 +264,7 @@ class CandidateStore:
                 reason = f"{os.strerror(errno.ENOSPC)} ({needed:,} bytes are needed, {free:,} are free)"
                 raise write_error(path, OSError(errno.ENOSPC, reason))
             try:
-                save_file(
-                    tensors, temporary, metadata={"identity": self._identity_hash(), "block": str(index)}
-                )
+                save_file(tensors, temporary, metadata={"rco": self._stamp(index)})
             except SafetensorError as error:
                 # The library reports failures of the disk in words; the number is among them.
                 number = re.search(r"os error (\d+)", str(error))
@@ -341,10 +339,14 @@ class CandidateStore:
                 metadata = file.metadata() or {}
             except (SafetensorError, OSError) as error:
                 raise self._corrupt(index, str(error)) from error
-            if metadata.get("identity") != self._identity_hash() or metadata.get("block") != str(index):
+            if metadata.get("rco") != self._stamp(index):
                 raise self._corrupt(index, "it belongs to another store or another block")
             self._files[index] = file
         return self._files[index]
+
+    def _stamp(self, index: int) -> str:
+        """What a block's file says of itself; one entry, because the order of several is not reproducible."""
+        return f"{self._identity_hash()} block {index}"
 
     def _identity_hash(self) -> str:
         return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()

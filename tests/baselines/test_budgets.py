@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rco import AllocationProblem
-from rco.baselines.common import Ladder, blocks_of, fill_upwards, starting_allocation
+from rco.baselines.common import Ladder, blocks_of, fill_upwards
 from rco.core.refine import uniform_allocation
 from rco.testing import random_problem
 
@@ -95,15 +95,14 @@ def test_ladder_agrees_with_the_problem(seed, rng):
 
 def test_filling_takes_what_fits_and_stops_there():
     problem = AllocationProblem([1, 2, 4], 10, weights=[1, 1, 3, 1])  # uniform costs 6; steps cost 1, 1, 3, 1
-    filled = fill_upwards(Ladder(problem), starting_allocation(problem), np.array([2, 0, 1, 3]))
+    filled = fill_upwards(Ladder(problem), uniform_allocation(problem), np.array([2, 0, 1, 3]))
     assert filled.tolist() == [1, 0, 1, 0]
     assert problem.cost(filled) == 10
 
 
-def test_start_is_feasible_where_the_uniform_one_is_not():
+def test_the_start_is_feasible_where_joint_budgets_order_the_options_differently():
     problem = PROBLEMS["floors"]
-    assert not problem.is_feasible(uniform_allocation(problem))
-    assert problem.is_feasible(starting_allocation(problem))
+    assert problem.is_feasible(uniform_allocation(problem))
 
 
 def test_blocks_from_labels_objective_and_argument():

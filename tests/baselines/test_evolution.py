@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from rco import AllocationProblem
-from rco.baselines.common import starting_allocation
 from rco.baselines.evoesap import EvoESAP, Sequences
 from rco.baselines.evopress import EvoPress, LevelSwitch
+from rco.core.refine import uniform_allocation
 from rco.testing import QuadraticObjective, random_problem, true_optimum
 
 from .conftest import TableObjective, make
@@ -41,7 +41,7 @@ def test_mutations_keep_the_budget(kind, partners):
     problem = switch_problems()[kind]
     switch = LevelSwitch(problem, partners)
     rng = np.random.default_rng(0)
-    choices = starting_allocation(problem)
+    choices = uniform_allocation(problem)
     moved = 0
     for _ in range(1000):
         mutant = switch(choices, rng)
@@ -73,7 +73,7 @@ def test_unequal_sizes_leave_little_unspent():
     problem = quantization()
     switch = LevelSwitch(problem, "any")
     rng = np.random.default_rng(0)
-    choices = starting_allocation(problem)
+    choices = uniform_allocation(problem)
     for _ in range(300):
         mutant = switch(choices, rng)
         choices = choices if mutant is None else mutant

@@ -13,7 +13,6 @@ from torch import Tensor
 from rco.core.knapsack import Solution, solve_choices, solve_mckp
 from rco.core.problem import AllocationProblem, InfeasibleBudgetError
 from rco.core.protocols import Objective
-from rco.core.refine import uniform_allocation
 from rco.core.relaxation import gumbel_noise
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
     "knapsack",
     "one_hot",
     "spent_and_budget",
-    "starting_allocation",
 ]
 
 # Apart from the streams that rco.core.relaxation draws its noise and its order of batches from.
@@ -133,14 +131,6 @@ def draw_feasible(
     if missed.any():
         choices[missed] = knapsack(log_p, problem)
     return choices, values
-
-
-def starting_allocation(problem: AllocationProblem) -> np.ndarray:
-    """The uniform assignment, or where joint budgets forbid it, a feasible one of low cost."""
-    uniform = uniform_allocation(problem)
-    if problem.is_feasible(uniform):
-        return uniform
-    return knapsack(-Ladder(problem).size, problem)
 
 
 class Ladder:

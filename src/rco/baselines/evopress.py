@@ -13,10 +13,11 @@ from typing import ClassVar, Literal
 import numpy as np
 from torch import Tensor
 
-from rco.baselines.common import Ladder, fill_upwards, knapsack, spent_and_budget, starting_allocation
+from rco.baselines.common import Ladder, fill_upwards, knapsack, spent_and_budget
 from rco.baselines.evolution import Evolution, EvolutionProcess
 from rco.baselines.harness import Evaluator, Process
 from rco.core.problem import AllocationProblem
+from rco.core.refine import uniform_allocation
 
 __all__ = ["EvoPress", "LevelSwitch"]
 
@@ -119,7 +120,7 @@ class _EvoPress(EvolutionProcess):
     ) -> None:
         super().__init__(problem, evaluator, prior, settings)
         self.switch = LevelSwitch(problem, settings.partners)
-        self.start = starting_allocation(problem)
+        self.start = uniform_allocation(problem)
 
     def initial_genomes(self, rng: np.random.Generator, count: int) -> list[np.ndarray]:
         """The prior's knapsack if there is one, and random mixtures of the two options around the budget."""

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.baselines.common import checked_table, knapsack, one_hot, starting_allocation
+from rco.baselines.common import checked_table, knapsack, one_hot
 from rco.core.problem import AllocationProblem
 from rco.core.protocols import Objective
-from rco.core.refine import Candidates, Counter
+from rco.core.refine import Candidates, Counter, uniform_allocation
 from rco.core.relaxation import batch_order
 from rco.core.result import SearchResult, StepRecord
 
@@ -271,7 +271,7 @@ class _Run:
         self.prior = None if prior is None else torch.from_numpy(checked_table(prior, problem, "prior"))
         self.evaluator = Evaluator(objective)
         self.process = settings.begin(problem, self.evaluator, self.prior)
-        self.uniform = starting_allocation(problem)
+        self.uniform = uniform_allocation(problem)
         compared = self.process.own_candidates + 1 + int(settings.starts_from_prior and prior is not None)
         reserve = compared * self.evaluator.selection.num_batches
         self.evaluator.limit(settings.max_evaluations, settings.max_seconds, reserve)

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.baselines.common import Ladder, generator, knapsack, starting_allocation
+from rco.baselines.common import Ladder, generator, knapsack
 from rco.baselines.harness import BudgetedSearch, Evaluator, Process
 from rco.core.problem import AllocationProblem
-from rco.core.refine import Candidates
+from rco.core.refine import Candidates, uniform_allocation
 
 __all__ = ["IMPQ", "Surrogate", "fit_surrogate", "minimise_surrogate"]
 
@@ -265,7 +265,7 @@ def _two_options(problem: AllocationProblem, pair: tuple[int, int] | None) -> tu
     ladder = Ladder(problem)
     groups = np.arange(problem.num_groups)
     if pair is None:
-        low = starting_allocation(problem)
+        low = uniform_allocation(problem)
         above = ladder.neighbours(low, 1)
         return low, np.where(above.any(axis=1), above.argmax(axis=1), low)
     if len(pair) != 2 or not all(0 <= k < problem.num_options for k in pair):

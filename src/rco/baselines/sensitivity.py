@@ -22,11 +22,10 @@ from rco.baselines.common import (
     checked_table,
     knapsack,
     one_hot,
-    starting_allocation,
 )
 from rco.baselines.harness import BudgetedSearch, Evaluator, Process
 from rco.core.problem import AllocationProblem
-from rco.core.refine import Candidates
+from rco.core.refine import Candidates, uniform_allocation
 from rco.core.relaxation import batch_order
 
 __all__ = [
@@ -188,7 +187,7 @@ class Sensitivity(BudgetedSearch):
 
     def base_choices(self, problem: AllocationProblem) -> np.ndarray:
         """The assignment that one group is switched in."""
-        return Ladder(problem).at("dearest") if self.base == "dearest" else starting_allocation(problem)
+        return Ladder(problem).at("dearest") if self.base == "dearest" else uniform_allocation(problem)
 
     def chosen_batches(self, evaluator: Evaluator) -> list[int]:
         """The batches to measure on, in the order in which they are taken."""

@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 import numpy as np
 from torch import Tensor
 
-from rco.baselines.common import Ladder, fill_upwards, generator, starting_allocation
+from rco.baselines.common import Ladder, fill_upwards, generator
 from rco.baselines.harness import BudgetedSearch, Evaluator, Process
 from rco.core.problem import AllocationProblem
-from rco.core.refine import Candidates
+from rco.core.refine import Candidates, uniform_allocation
 
 __all__ = ["RandomFill", "Uniform", "UniformFill"]
 
@@ -41,7 +41,7 @@ class _Filled(_Uniform):
         self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None, order: np.ndarray
     ) -> None:
         super().__init__(problem, evaluator, prior)
-        self.choices = fill_upwards(Ladder(problem), starting_allocation(problem), order)
+        self.choices = fill_upwards(Ladder(problem), uniform_allocation(problem), order)
 
     def propose(self, candidates: Candidates) -> None:
         candidates.choices["filled"] = self.choices
