@@ -9,12 +9,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
 import numpy as np
-import torch
 
 from rco.core.knapsack import Solution, solve_mckp
 from rco.runs import environment
 from rco.studies.knapsack_methods import METHODS, RECORD_EVERY, SWEEPS, Trace, run_method
 from rco.studies.knapsack_scenarios import SCENARIOS, Instance, make_instance
+from rco.studies.threads import one_thread
 
 __all__ = ["run_study"]
 
@@ -80,7 +80,7 @@ def run_study(
             done(task[0], task[1], _run_task(*task))
     else:
         context = multiprocessing.get_context("spawn")  # forking after torch has started threads is not safe
-        with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
+        with ProcessPoolExecutor(workers, mp_context=context) as pool:
             futures = {pool.submit(_run_task, *task): task for task in tasks}
             for future in as_completed(futures):
                 done(futures[future][0], futures[future][1], future.result())
@@ -108,10 +108,7 @@ def run_study(
     }  # fmt: skip
 
 
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
+@one_thread()
 def _run_task(
     name: str, method: str, instances: int, steps: int, lr: float, seed: int, quick: bool
 ) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rco.core.manifold import BudgetManifold
 from rco.core.optimizer import RiemannianAdam
 from rco.core.problem import AllocationProblem
 from rco.runs import environment
+from rco.studies.threads import one_thread
 
 __all__ = ["make_multi_budget_problem", "run_multi_budget"]
 
@@ -43,6 +44,7 @@ def make_multi_budget_problem(
     return AllocationProblem(costs, targets), values
 
 
+@one_thread()
 def run_multi_budget(
     groups: int = 500,
     options: int = 32,

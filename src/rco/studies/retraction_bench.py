@@ -20,6 +20,7 @@ from rco.core.optimizer import RiemannianAdam
 from rco.core.problem import AllocationProblem
 from rco.runs import environment
 from rco.studies.knapsack_scenarios import make_instance
+from rco.studies.threads import one_thread
 
 __all__ = ["RETRACTION_SCENARIOS", "run_retraction_bench"]
 
@@ -51,6 +52,7 @@ class _Recorder(BudgetManifold):
         return moved
 
 
+@one_thread()
 def run_retraction_bench(
     scenarios: Sequence[str] = RETRACTION_SCENARIOS,
     steps: int = 1000,
