@@ -55,7 +55,7 @@ def test_stacked_runs_equal_the_optimizer_on_each_instance(method: str, sense: s
         manifold = BudgetManifold(instance.problem.replace(sense=sense))
         values = torch.from_numpy(instance.values)
         x = start[50 * j : 50 * (j + 1)].clone().requires_grad_()
-        optimizer = RiemannianAdam([x], manifold, lr=0.01, one_sided=one_sided)
+        optimizer = RiemannianAdam([x], manifold, lr=0.01, one_sided=one_sided, straighten=True)
         excess = []
         for _ in range(steps):
             optimizer.zero_grad()

@@ -230,6 +230,34 @@ class BudgetManifold:
     # ------------------------------------------------------------------------------------------------ retract
 
     @torch.no_grad()
+    def straighten(self, x: Tensor, step: Tensor, scale: Tensor) -> Tensor:
+        """The step nearest to ``step``, in the metric ``1 / scale``, that keeps every budget to first order.
+
+        Adam divides each coordinate by its own size, which turns a tangent direction off the tangent plane; the
+        retraction then makes up for it by shifting all logits, decided groups among them. Taking the normal out in
+        the metric that Adam itself uses leaves the retraction only the curvature to correct.
+
+        Args:
+            x: Where the step starts, (N, K).
+            step: The step, (N, K).
+            scale: Positive, (N, K): what each coordinate of the gradient was multiplied by.
+        """
+        normals = self.normal(x)
+        if self.problem.num_joint > 1:
+            weighted = normals * scale
+            gram = torch.einsum("aij,bij->ab", normals, weighted)
+            along = torch.einsum("aij,ij->a", normals, step)
+            factor = torch.linalg.lstsq(gram, along[:, None]).solution[:, 0]
+            return step - torch.einsum("a,aij->ij", factor, weighted)
+        index = torch.zeros(len(x), dtype=torch.int64)
+        if self.problem.block_index is not None:
+            index = torch.from_numpy(self.problem.block_index)
+        zero = torch.zeros(self.problem.num_budgets, dtype=x.dtype)
+        along = zero.index_add(0, index, (normals * step).sum(dim=1))
+        size = zero.index_add(0, index, (normals * scale * normals).sum(dim=1))
+        factor = torch.where(size > 0, along / size, 0.0)
+        return step - scale * normals * factor[index][:, None]
+
     def retract(self, x: Tensor) -> Tensor:
         """Shift ``x`` along the costs onto the manifold; a point already there comes back unchanged.
 

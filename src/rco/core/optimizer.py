@@ -38,6 +38,8 @@ class RiemannianOptimizer(torch.optim.Optimizer):
         one_sided: Under ``sense="<="``, whether a gradient or momentum that lowers a cost is left as it is. The
             printed algorithm (False) projects it as well and can stick to the budget; see
             :meth:`BudgetManifold.project`.
+        straighten: Under ``sense="=="`` and an optimizer of Adam's kind, make its step tangent in its own metric
+            before the retraction; see :meth:`BudgetManifold.straighten`. The printed algorithm does not (False).
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class RiemannianOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         manifold: BudgetManifold | None = None,
         one_sided: bool = True,
+        straighten: bool = False,
     ) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError(
@@ -54,6 +57,7 @@ class RiemannianOptimizer(torch.optim.Optimizer):
         self._inner = optimizer
         self._manifold = manifold
         self._one_sided = one_sided
+        self._straighten = straighten
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._link()
 
@@ -91,12 +95,15 @@ class RiemannianOptimizer(torch.optim.Optimizer):
         ]
         gradients = [parameter.grad for parameter, _ in constrained]
         along = [self._project_gradient(parameter, group) for parameter, group in constrained]
+        before = [parameter.clone() if self._straighten else None for parameter, _ in constrained]
         try:
             self._inner.step()
         finally:
             for (parameter, _), gradient in zip(constrained, gradients, strict=True):
                 parameter.grad = gradient  # the caller's gradient is not ours to change
-        for (parameter, group), component in zip(constrained, along, strict=True):
+        for (parameter, group), component, start in zip(constrained, along, before, strict=True):
+            if start is not None:
+                self._straighten_step(parameter, group, start)
             parameter.copy_(group["manifold"].retract(parameter))
             self._transport_momentum(parameter, group, component)
         return loss
@@ -114,6 +121,17 @@ class RiemannianOptimizer(torch.optim.Optimizer):
         projected, along = manifold.project(parameter, descent, none, self._one_sided)
         parameter.grad = sign * projected
         return along
+
+    def _straighten_step(self, parameter: Tensor, group: dict[str, Any], start: Tensor) -> None:
+        """Take the normal out of the step just made, in the metric of Adam's second moment."""
+        manifold: BudgetManifold = group["manifold"]
+        second = self.state[parameter].get("exp_avg_sq")
+        if second is None or manifold.problem.sense != "==":
+            return
+        count = float(self.state[parameter]["step"])
+        correction = 1.0 - float(group["betas"][1]) ** count
+        scale = 1.0 / ((second / correction).sqrt() + float(group["eps"]))
+        parameter.copy_(start + manifold.straighten(start, parameter - start, scale))
 
     def _transport_momentum(self, parameter: Tensor, group: dict[str, Any], along: Tensor | None) -> None:
         manifold: BudgetManifold = group["manifold"]
@@ -146,7 +164,8 @@ class RiemannianOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copying and pickling keep: torch's base class knows only of groups and state."""
-        kept = {name: self.__dict__[name] for name in ("_inner", "_manifold", "_one_sided")}
+        names = ("_inner", "_manifold", "_one_sided", "_straighten")
+        kept = {name: self.__dict__[name] for name in names}
         return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -170,6 +189,7 @@ class RiemannianAdam(RiemannianOptimizer):
         betas: Decay rates of the two moments.
         eps: Added to the denominator.
         one_sided: As for :class:`RiemannianOptimizer`.
+        straighten: As for :class:`RiemannianOptimizer`.
     """
 
     def __init__(
@@ -180,8 +200,10 @@ class RiemannianAdam(RiemannianOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         one_sided: bool = True,
+        straighten: bool = False,
     ) -> None:
-        super().__init__(torch.optim.Adam(params, lr=lr, betas=betas, eps=eps), manifold, one_sided)
+        adam = torch.optim.Adam(params, lr=lr, betas=betas, eps=eps)
+        super().__init__(adam, manifold, one_sided, straighten)
 
 
 def _slack_momentum(previous: Tensor | None, along: Tensor, group: dict[str, Any]) -> Tensor:

@@ -99,7 +99,7 @@ def _run_manifold(
     manifold = BudgetManifold(problem)
     values, budgets = torch.from_numpy(stacked), problem.float_budgets
     x = start.clone()
-    optimizer = RiemannianAdam([x], manifold, lr=lr, one_sided=one_sided)
+    optimizer = RiemannianAdam([x], manifold, lr=lr, one_sided=one_sided, straighten=True)
     ends = np.cumsum([instance.problem.num_groups for instance in instances])
     rows = [slice(end - i.problem.num_groups, end) for end, i in zip(ends, instances, strict=True)]
     excess = np.empty((len(instances), steps))
