@@ -279,6 +279,9 @@ class AllocationProblem:
             b_eq=np.concatenate([np.ones(self.num_groups), targets if exact else []]),
             bounds=(0, None),
             method="highs",
+            options={
+                "time_limit": 300.0
+            },  # any limit at all: without one this HiGHS takes minutes, with one a second
         )
         if result.status == 2:
             raise InfeasibleBudgetError(
