@@ -13,7 +13,7 @@ from torch import Tensor
 from rco import tables
 from rco.core.problem import AllocationProblem
 from rco.core.protocols import Objective
-from rco.core.result import SearchResult
+from rco.core.result import SearchResult, StepRecord
 from rco.pipeline.progress import Progress
 from rco.runs import RunDirectory
 
@@ -59,10 +59,15 @@ def run_search(
         run.append_history(current["history"][-1])
         run.save_checkpoint(current["step"], current)
 
+    def on_step(record: StepRecord) -> None:
+        progress.step(record)
+        if record.phase == "refine":  # search steps are written with their checkpoint
+            run.append_history(record)
+
     arguments: dict[str, Any] = {"prior": prior}
     if "on_checkpoint" in inspect.signature(searcher.search).parameters:
         arguments.update(on_checkpoint=on_checkpoint, resume=state)
-    result: SearchResult = searcher.search(problem, objective, on_step=progress.step, **arguments)
+    result: SearchResult = searcher.search(problem, objective, on_step=on_step, **arguments)
     run.write_result(result)
     run.clear_checkpoints()
     return result

@@ -6,9 +6,7 @@ anywhere goes on where it was and ends the same.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -29,13 +27,13 @@ from rco.core.knapsack import solve_mckp
 from rco.core.problem import Allocation, AllocationProblem
 from rco.core.refine import layer_order, spend, uniform_allocation
 from rco.core.result import SearchResult
-from rco.core.search import RCO
 from rco.data.calibration import DataSplits, build_splits
 from rco.evaluation.size import average_bits, checkpoint_size
 from rco.export.compressed_tensors import check_exportable
 from rco.export.engines import validate_for_engine
 from rco.folders import atomic_path
 from rco.models.loading import LoadedModel, load_model
+from rco.pipeline.common import make_searcher, run_search, slug, timed
 from rco.pipeline.configs import QuantizeConfig
 from rco.pipeline.estimate import Estimate, estimate
 from rco.pipeline.judge import Judge
@@ -85,7 +83,7 @@ def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) 
         skips=config.skip,
         ties=config.tie,
     )
-    folder = config.out or Path("runs") / _slug(f"{Path(config.model).name}-{budget.kind}-{_amount(config)}")
+    folder = config.out or Path("runs") / slug(f"{Path(config.model).name}-{budget.kind}-{_amount(config)}")
     backend = QuantizationBackend(
         loaded,
         plan,
@@ -131,7 +129,7 @@ def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Quanti
             seed=config.seed,
             evaluation_spec=config.eval_data,
         )
-        with _timed(run, "candidates"):
+        with timed(run, "candidates"):
             backend.prepare(data.search)
         differences = _sensitivities(config, backend, data, progress, run)
         sensitivities = predicted_losses(differences).numpy()
@@ -159,7 +157,7 @@ def _sensitivities(
     saved = run.folder / "sensitivities.safetensors"
     if saved.exists():
         return load_file(saved)["differences"]
-    with _timed(run, "sensitivities"):
+    with timed(run, "sensitivities"):
         differences = fisher_differences(
             backend,
             data.search.select(slice(0, config.sensitivity)),
@@ -190,43 +188,26 @@ def _search(
 ) -> SearchResult:
     if run.finished:
         return run.result
-    searcher = _searcher(config)
-    checkpoint = run.load_checkpoint()
-    step, state = checkpoint if checkpoint is not None else (0, None)
-    run.truncate_history(step)
-    done = step
-
-    def on_checkpoint(current: dict[str, Any]) -> None:
-        nonlocal done
-        done = current["step"]
-        run.append_history(current["history"][-1])
-        run.save_checkpoint(done, current)
-
     with (
-        _timed(run, "search"),
+        timed(run, "search"),
         planned.backend.objective(data.search, data.selection) as objective,
     ):
-        arguments: dict[str, Any] = {"prior": _prior(config, planned, sensitivities)}
-        if isinstance(searcher, RCO):
-            arguments.update(on_checkpoint=on_checkpoint, resume=state)
-        result: SearchResult = searcher.search(planned.problem, objective, on_step=progress.step, **arguments)
-    run.write_result(result)
-    run.clear_checkpoints()
-    return result
+        prior = _prior(config, planned, sensitivities)
+        return run_search(run, _searcher(config), planned.problem, objective, prior, progress)
 
 
 def _searcher(config: QuantizeConfig) -> Any:
-    cls = tables.load(tables.METHODS, config.searcher, "method")
-    wanted = {
-        "steps": config.steps,
-        "samples": config.samples,
-        "lr": config.lr,
-        "tau": tuple(config.tau),
-        "refine": config.refine,
-        "seed": config.seed,
-    }
-    known = {field.name for field in dataclasses.fields(cls)}
-    return cls(**{name: value for name, value in wanted.items() if name in known})
+    return make_searcher(
+        config.searcher,
+        {
+            "steps": config.steps,
+            "samples": config.samples,
+            "lr": config.lr,
+            "tau": tuple(config.tau),
+            "refine": config.refine,
+            "seed": config.seed,
+        },
+    )
 
 
 def _judge(
@@ -244,7 +225,7 @@ def _judge(
     judge = Judge(planned.backend, data.evaluation)
     wanted = _allocations_to_judge(planned, result, sensitivities)
     count = progress.stage("evaluation")
-    with _timed(run, "evaluation"):
+    with timed(run, "evaluation"):
         for position, (name, allocation) in enumerate(wanted):
             if name not in done:
                 rows.append(
@@ -300,7 +281,7 @@ def _export(
     exporter = tables.load(tables.FORMATS, config.format, "format")()
     count = progress.stage("export")
     count(0, 1)
-    with _timed(run, "export"):
+    with timed(run, "export"):
         summary = exporter.export(
             planned.loaded, planned.backend.weights_of(result.allocation), target, overwrite=True
         )
@@ -405,22 +386,3 @@ def _parse_widths(text: str) -> Sequence[int]:
 
 def _amount(config: QuantizeConfig) -> str:
     return str(next(v for v in (config.bits, config.bpw, config.size) if v is not None))
-
-
-def _slug(text: str) -> str:
-    return "".join(c if c.isalnum() or c in "-._" else "-" for c in text)
-
-
-class _timed:
-    """Adds the seconds spent inside to the run's timings."""
-
-    def __init__(self, run: RunDirectory, name: str) -> None:
-        self._run, self._name = run, name
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        timings = dict(self._run.metrics.get("timings", {}))
-        timings[self._name] = timings.get(self._name, 0.0) + time.perf_counter() - self._began
-        self._run.update_metrics({"timings": timings})
