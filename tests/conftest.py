@@ -1,13 +1,44 @@
-"""Shared by all tests: one torch thread, and property tests that a busy machine cannot fail."""
+"""Shared by all tests: one torch thread, property tests that a busy machine cannot fail, and bare machines.
+
+On a machine with torch and pytest alone (a GPU server, say) the tests that need more are left out, so that
+``PYTHONPATH=src pytest -m gpu`` runs there without installing anything.
+"""
 
 import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
 
+import pytest
 import torch
-from hypothesis import settings
 
 # Small tensors lose more to hand-overs between threads than they gain.
 torch.set_num_threads(1)
 
-# A deadline would measure the machine, not the code. In CI the examples are the same on every run.
-settings.register_profile("rco", deadline=None, derandomize=bool(os.environ.get("CI")))
-settings.load_profile("rco")
+_OPTIONAL = [name for name in ("hypothesis", "highspy") if find_spec(name) is None]
+
+if "hypothesis" not in _OPTIONAL:
+    from hypothesis import settings
+
+    # A deadline would measure the machine, not the code. In CI the examples are the same on every run.
+    settings.register_profile("rco", deadline=None, derandomize=bool(os.environ.get("CI")))
+    settings.load_profile("rco")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Know pytest-timeout's setting where the plugin is missing: an unknown one is an error here."""
+    if find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "seconds per test (not enforced: pytest-timeout is missing)")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out the files that import what this machine does not have."""
+    if not _OPTIONAL or collection_path.suffix != ".py":
+        return None
+    needed = re.compile(rf"^(import|from) ({'|'.join(_OPTIONAL)})\b", re.MULTILINE)
+    return True if needed.search(collection_path.read_text(encoding="utf-8")) else None
+
+
+def pytest_report_header() -> str | None:
+    """Say what was left out."""
+    return f"left out: tests that need {', '.join(_OPTIONAL)}" if _OPTIONAL else None

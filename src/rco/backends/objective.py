@@ -22,17 +22,23 @@ LossKind = Literal["kl", "cross-entropy"]
 class Reference:
     """Last hidden states of the full model on every sequence: tokens x hidden, never tokens x vocabulary."""
 
-    hidden: Tensor  # (S, L, H) on the CPU, in the model's type
+    hidden: Tensor  # (S, L, H) on the CPU (in pinned memory for a GPU), in the model's type
 
     @classmethod
     @torch.no_grad()
     def compute(cls, loaded: LoadedModel, calibration: CalibrationSet, batch_size: int) -> Reference:
         """Run the full model once over the sequences."""
-        parts = []
+        hidden: Tensor | None = None
         for start in range(0, len(calibration.tokens), batch_size):
             ids = calibration.tokens[start : start + batch_size].to(loaded.device)
-            parts.append(loaded.layout.final_hidden(loaded.model, ids).cpu())
-        return cls(torch.cat(parts))
+            part = loaded.layout.final_hidden(loaded.model, ids)
+            if hidden is None:
+                shape = (*calibration.tokens.shape, part.shape[-1])
+                hidden = torch.empty(shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            hidden[start : start + batch_size] = part.cpu()
+        if hidden is None:
+            raise ValueError("The reference needs at least one sequence.")
+        return cls(hidden)
 
 
 class LanguageModelObjective:
@@ -84,12 +90,16 @@ class LanguageModelObjective:
         if not 0 <= batch < self.num_batches:
             raise IndexError(f"There are {self.num_batches} batches, got number {batch}.")
         rows = slice(batch * self._batch_size, (batch + 1) * self._batch_size)
-        tokens = self._calibration.tokens[rows].to(self._loaded.device)
-        mask = self._calibration.mask[rows, :-1].to(self._loaded.device)
+        device = self._loaded.device
+        tokens = self._calibration.tokens[rows].to(device, non_blocking=True)
+        mask = self._calibration.mask[rows, :-1]  # on the CPU: what counts is known without asking the device
+        reference = None
+        if self._reference is not None:
+            # Fetched ahead of the forward pass, so that the copy is over by the time it is needed.
+            reference = self._reference.hidden[rows, :-1].to(device, non_blocking=True)
         self._set_gates(gates)
         hidden = self._loaded.layout.final_hidden(self._loaded.model, tokens)[:, :-1]
         head = self._student_head()
-        if self._reference is None:
+        if reference is None:
             return chunked_cross_entropy(hidden, head, tokens[:, 1:], mask)
-        reference = self._reference.hidden[rows, :-1].to(self._loaded.device)
         return chunked_kl(hidden, head, reference, self._reference_head, mask, top_k=self._top_k)

@@ -62,7 +62,7 @@ def head_of(source: LoadedModel | ReferenceStates, data: CalibrationSet) -> Head
 
 
 def hidden_of(source: LoadedModel | ReferenceStates, data: CalibrationSet, rows: slice) -> Tensor:
-    """(B, L, H) hidden states of some sequences."""
-    return (
-        hidden_states(source, data.tokens[rows]) if isinstance(source, LoadedModel) else source.hidden[rows]
-    )
+    """(B, L, H) hidden states of some sequences, where the output layer is."""
+    if isinstance(source, LoadedModel):
+        return hidden_states(source, data.tokens[rows])
+    return source.hidden[rows].to(source.head.weight.device)
