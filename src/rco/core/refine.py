@@ -6,6 +6,7 @@ if it lowers the loss there.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rco.core import evaluation
 from rco.core.knapsack import solve_mckp
 from rco.core.problem import AllocationProblem
 from rco.core.protocols import CurvedObjective, Objective, selection_objective
@@ -49,24 +51,32 @@ class Counter:
         self.forwards = 0
         self.backwards = 0
 
+    def losses_and_gradients(
+        self, samples: Sequence[tuple[Tensor, Sequence[int]]]
+    ) -> list[tuple[float, Tensor]]:
+        """For each (gates, batches): mean loss over the batches and its gradient with respect to the gates."""
+        requests = [(gates, batch) for gates, batches in samples for batch in batches]
+        answers = iter(evaluation.losses_and_gradients(self.objective, requests))
+        self.forwards += len(requests)
+        self.backwards += len(requests)
+        found = []
+        for gates, batches in samples:
+            losses = []
+            total = torch.zeros_like(gates)
+            for loss, gradient in itertools.islice(answers, len(batches)):
+                losses.append(loss)
+                total += gradient
+            mean = sum(losses) / len(losses)
+            if not math.isfinite(mean):
+                raise FloatingPointError(
+                    f"The objective returned {mean}; check the model and the data, or its arithmetic type."
+                )
+            found.append((mean, total / len(losses)))
+        return found
+
     def loss_and_gradient(self, gates: Tensor, batches: Sequence[int]) -> tuple[float, Tensor]:
         """Mean loss over some batches and its gradient with respect to the gates."""
-        leaf = gates.detach().requires_grad_()
-        total = torch.zeros_like(leaf)
-        losses = []
-        for batch in batches:
-            loss = self.objective.loss(leaf, batch)
-            (gradient,) = torch.autograd.grad(loss, leaf)
-            total += gradient
-            losses.append(float(loss.detach()))
-            self.forwards += 1
-            self.backwards += 1
-        mean = sum(losses) / len(losses)
-        if not math.isfinite(mean):
-            raise FloatingPointError(
-                f"The objective returned {mean}; check the model and the data, or its arithmetic type."
-            )
-        return mean, total / len(losses)
+        return self.losses_and_gradients([(gates.detach(), batches)])[0]
 
     def bend(self, choices: Tensor) -> Tensor | None:
         """(N, K) second-order cost of switching each group away from ``choices``, if the objective knows it."""
@@ -74,12 +84,22 @@ class Counter:
             return None
         return self.curvature[torch.arange(len(choices)), choices]
 
-    @torch.no_grad()
     def selection_losses(self, choices: np.ndarray, num_options: int, batches: Sequence[int]) -> np.ndarray:
         """Loss of an allocation on each of the given selection batches, without gradient."""
-        gates = torch.nn.functional.one_hot(torch.from_numpy(choices), num_options).double()
-        self.forwards += len(batches)
-        return np.array([float(self.selection.loss(gates, batch)) for batch in batches])
+        return self.many_selection_losses([choices], num_options, batches).reshape(-1)
+
+    def many_selection_losses(
+        self, allocations: Sequence[np.ndarray], num_options: int, batches: Sequence[int]
+    ) -> np.ndarray:
+        """(allocations, batches) losses on the selection split, without gradient."""
+        gates = [
+            torch.nn.functional.one_hot(torch.from_numpy(choices), num_options).double()
+            for choices in allocations
+        ]
+        requests = [(each, batch) for each in gates for batch in batches]
+        self.forwards += len(requests)
+        found = evaluation.losses(self.selection, requests)
+        return np.array(found).reshape(len(allocations), len(batches))
 
 
 class SampleTracker:
@@ -222,14 +242,13 @@ class Candidates:
 
     def best(self) -> tuple[str, np.ndarray, float]:
         """Name, choices and selection loss of the best candidate; equal ones are evaluated once."""
-        seen: dict[bytes, float] = {}
+        different = {choices.tobytes(): choices for choices in self.choices.values()}
         batches = range(self.counter.selection.num_batches)
-        for name, choices in self.choices.items():
-            key = choices.tobytes()
-            if key not in seen:
-                losses = self.counter.selection_losses(choices, self.problem.num_options, batches)
-                seen[key] = float(losses.mean())
-            self.losses[name] = seen[key]
+        losses = self.counter.many_selection_losses(
+            list(different.values()), self.problem.num_options, batches
+        )
+        means = {key: float(row.mean()) for key, row in zip(different, losses, strict=True)}
+        self.losses = {name: means[choices.tobytes()] for name, choices in self.choices.items()}
         name = min(self.losses, key=lambda n: self.losses[n])
         return name, self.choices[name], self.losses[name]
 

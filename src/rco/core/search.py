@@ -233,28 +233,37 @@ class _Run:
         values = (self.logits.detach() + noise + self.problem.log_allowed).numpy()
         choices = torch.from_numpy(solve_choices(values, self.problem).choices)
 
-        gradient = torch.zeros_like(self.logits)
-        prices = torch.zeros_like(self.logits)
-        losses = []
-        for j in range(settings.samples):
-            perturbed = (self.logits + noise[j] + self.problem.log_allowed) / tau
-            gates = straight_through(perturbed, choices[j])
-            batches = batch_order(
+        gates = [
+            straight_through((self.logits + noise[j] + self.problem.log_allowed) / tau, choices[j])
+            for j in range(settings.samples)
+        ]
+        batches = [
+            batch_order(
                 self.objective.num_batches,
                 seed=settings.seed,
                 first=(self.step * settings.samples + j) * settings.batches_per_sample,
                 count=settings.batches_per_sample,
             )
-            loss, gate_gradient = self.counter.loss_and_gradient(gates, batches)
+            for j in range(settings.samples)
+        ]
+        evaluated = self.counter.losses_and_gradients(
+            [(sample.detach(), walk) for sample, walk in zip(gates, batches, strict=True)]
+        )
+
+        gradient = torch.zeros_like(self.logits)
+        prices = torch.zeros_like(self.logits)
+        losses = []
+        # The order of the sums is fixed here, whoever has evaluated the samples.
+        for j, (loss, gate_gradient) in enumerate(evaluated):
             bend = self.counter.bend(choices[j]) if settings.curvature else None
             if bend is not None:
                 gate_gradient = gate_gradient + bend
-            # The chain rule through the straight-through softmax, kept per sample in a fixed order.
-            (sample_gradient,) = torch.autograd.grad(gates, self.logits, gate_gradient)
+            # The chain rule through the straight-through softmax.
+            (sample_gradient,) = torch.autograd.grad(gates[j], self.logits, gate_gradient)
             gradient += sample_gradient / settings.samples
             prices += gate_gradient / settings.samples
             losses.append(loss)
-            self.best.see(choices[j].numpy(), batches, loss)
+            self.best.see(choices[j].numpy(), batches[j], loss)
 
         self.walker.step(gradient, float(np.mean(losses)))
         self.step += 1

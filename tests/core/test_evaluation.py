@@ -1,0 +1,57 @@
+"""An objective that answers many requests at once changes nothing but where they are computed."""
+
+import numpy as np
+import torch
+
+import rco
+from rco.core import evaluation
+from rco.testing import QuadraticObjective, random_problem
+
+
+class Backwards:
+    """Answers the requests in the opposite order, and remembers how many came together."""
+
+    def __init__(self, objective):
+        self._objective = objective
+        self.num_batches = objective.num_batches
+        self.together = []
+
+    def loss(self, gates, batch):
+        raise AssertionError("a parallel objective is asked for many losses, never for one")
+
+    def losses(self, requests):
+        self.together.append(len(requests))
+        return evaluation.losses(self._objective, requests[::-1])[::-1]
+
+    def losses_and_gradients(self, requests):
+        self.together.append(len(requests))
+        return evaluation.losses_and_gradients(self._objective, requests[::-1])[::-1]
+
+
+def test_requests_come_together_and_order_does_not_matter():
+    problem = random_problem(3, 8, 3)
+    plain = QuadraticObjective(8, 3, seed=3, num_batches=5, batch_noise=0.2)
+    parallel = Backwards(plain)
+    searcher = rco.RCO(steps=6, samples=4, batches_per_sample=2, seed=1)
+    one, many = (searcher.search(problem, objective) for objective in (plain, parallel))
+    assert many.allocation.tolist() == one.allocation.tolist()
+    assert [r.loss for r in many.history] == [r.loss for r in one.history]
+    assert (many.loss, many.candidates) == (one.loss, one.candidates)
+    assert (many.forwards, many.backwards) == (one.forwards, one.backwards)
+    assert parallel.together[:6] == [8] * 6  # a step's samples on all of their batches
+    assert parallel.together[6] >= 2 * 5  # the candidates on all selection batches
+
+
+def test_gradients_are_those_of_each_request():
+    objective = QuadraticObjective(4, 3, seed=0, num_batches=3, batch_noise=0.5)
+    rng = np.random.default_rng(0)
+    requests = [(torch.from_numpy(rng.random((4, 3))), batch) for batch in (2, 0, 2)]
+    for (gates, batch), (loss, gradient) in zip(
+        requests, evaluation.losses_and_gradients(objective, requests), strict=True
+    ):
+        leaf = gates.clone().requires_grad_()
+        expected = objective.loss(leaf, batch)
+        expected.backward()
+        assert loss == expected.item()
+        assert torch.equal(gradient, leaf.grad)
+        assert evaluation.losses(objective, [(gates, batch)]) == [expected.item()]
