@@ -1,66 +1,282 @@
 """Expert pruning against its baselines: KL and perplexity on held-out text, at equal tokens, several seeds.
 
-    python benchmarks/expert_pruning.py --model tiny-moe
-    python benchmarks/expert_pruning.py --model DIR --data a.txt+b.txt --eval-data c.txt+d.txt --seeds 5
+    python benchmarks/expert_pruning.py run --parts parts.jsonl --workers 2
+    python benchmarks/expert_pruning.py run --parts parts.jsonl --model tiny-moe,DIR --text DIR --workers 16
+    python benchmarks/expert_pruning.py merge parts.jsonl
+    python benchmarks/expert_pruning.py document
 
-Every search may forward the same number of tokens (a backward pass counts as two), "@0.1" a tenth of that.
-Data, scores and searches of a seed are its own. ``--gates deployed,scale`` also measures what gradients should see.
-``--document`` writes the tables of all results into docs/expert_pruning.md.
-The folder given by --work keeps what is done, so that a stopped benchmark goes on where it was.
+Every search may forward the same number of tokens (a backward pass counts as two), "@0.1" a tenth of that;
+"rco:scale" takes the other kind of gates. Data, scores and noise of a seed are its own. A run is made of
+independent parts (model, fraction, seed, method), spread over processes; each is one line of the file given by
+--parts as soon as it is done, and what that file holds is not run again. ``merge`` makes one
+results/expert_pruning_MODEL.json per model, ``document`` writes the tables into docs/expert_pruning.md.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
+import multiprocessing
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 RESULTS = Path(__file__).parent / "results"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "expert_pruning.md"
+DOMAINS = "en_prose,python_code,tech_docs,math_latex,de_law,fr_novels,dialogue"
+METHODS = (
+    "rco,rco:scale,evoesap,evoesap-acceptance,greedy,rco@0.1,"
+    "reap,reap-global,frequency,frequency-global,mass-global,random-pick"
+)
+# What a part costs in units of a whole search, so that long ones begin first.
+SHORT = 0.05
+
+
+@dataclass(frozen=True)
+class Part:
+    """One search, or one rule, that is measured."""
+
+    model: str
+    experts: str
+    seed: int
+    label: str
+
+    @property
+    def key(self):
+        """What tells parts apart, wherever the model lies."""
+        return [Path(self.model).name, self.experts, self.seed, self.label]
+
+    @property
+    def method(self):
+        """(method, share of the tokens, gates) of a label such as ``rco:scale@0.1``."""
+        from rco.pipeline.compare import parse_methods
+
+        named, _, share = self.label.partition("@")
+        name, _, gates = named.partition(":")
+        ((_, name, share),) = parse_methods(f"{name}@{share}" if share else name)
+        return name, share, gates or None
+
+    @property
+    def cost(self):
+        """Shares of a whole search."""
+        from rco.pipeline.compare_prune import resolve_method
+
+        name, share, _ = self.method
+        rule = resolve_method(name).method in ("top-global", "top-per-block", "random-pick")
+        return SHORT if rule else share
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every part of a run shares."""
+
+    text: str | None
+    domains: str
+    evaluations: int
+    length: int
+    sequences: int
+    selection: int
+    evaluation: int
+    device: str
+    threads: int
+
+    def config(self, model, experts):
+        """The comparison that a part belongs to."""
+        from rco.pipeline.configs import ComparePruneConfig
+
+        def files(kind):
+            return "+".join(str(Path(self.text) / f"{name}.{kind}.txt") for name in self.domains.split(","))
+
+        return ComparePruneConfig(
+            model=model,
+            experts=experts,
+            data=files("calibration") if self.text else "builtin",
+            eval_data=files("evaluation") if self.text else None,
+            length=self.length,
+            sequences=self.sequences,
+            selection=self.selection,
+            evaluation=self.evaluation,
+            tokens=self.evaluations * self.length,
+            device=self.device,
+            # One arithmetic type on every device, so that their numbers compare.
+            dtype="float32" if self.device != "cpu" else "auto",
+        )
+
+    def header(self):
+        """The first line of a file of parts; paths are left out."""
+        described = dataclasses.asdict(self)
+        if self.text is None:
+            described["domains"] = "builtin"
+        del described["text"]
+        return described
+
+
+# ----------------------------------------------------------------------- running
+
+
+def start_worker(threads):
+    """Before anything is computed in a process."""
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+@functools.lru_cache(maxsize=1)
+def contest_of(settings, model, experts):
+    """The problem of a part, kept for the parts that follow."""
+    from rco.pipeline.compare_prune import PruneContest
+    from rco.pipeline.prune import plan_pruning
+
+    config = settings.config(model, experts)
+    return PruneContest(config, plan_pruning(config))
+
+
+def run_part(settings, part):
+    """Search and judge; one line of the file of parts."""
+    from rco.pipeline.compare import measured
+
+    began = time.perf_counter()
+    contest = contest_of(settings, part.model, part.experts)
+    name, share, gates = part.method
+    backend = contest.planned.backend
+    usual = backend.mode
+    backend.mode = gates or usual
+    try:
+        result = contest.run(name, part.seed, int(share * contest.tokens))
+    finally:
+        backend.mode = usual
+    entry = short_names(measured(contest, part.label, part.seed, result))
+    return {"key": part.key, "entry": entry, "wall_seconds": time.perf_counter() - began}
 
 
 def short_names(value):
-    """Files by their names, wherever they lie."""
+    """Domains by the names of their files, wherever they lie."""
     if isinstance(value, dict):
         return {Path(key).name: short_names(entry) for key, entry in value.items()}
     return [short_names(entry) for entry in value] if isinstance(value, list) else value
 
 
-def document():
-    """Put the tables of all results into the document, between its markers."""
-    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("expert_pruning_*.json"))]
-    results, modes = [], ["| model | pruned | `deployed` | `scale` | seeds |", "|---|---|---:|---:|---:|"]
-    for report in found:
-        texts = report["texts"].get("eval_data") or report["texts"]["data"]
-        words = f"{len(texts)} text{'s' if len(texts) > 1 else ''}"
-        for key, table in report["tables"].items():
-            fraction, gates = key.removesuffix(" gates").split(", ")
-            other = report["tables"].get(f"{fraction}, scale gates")
-            if gates != "deployed":
+def read_parts(path):
+    """Settings and finished parts of a file; a line that was cut short is not one."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]
+    return (whole[0], whole[1:]) if whole else (None, [])
+
+
+def run(arguments):
+    """Do what the file of parts does not hold yet."""
+    from rco.runs import environment
+
+    start_worker(arguments.threads)
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    settings = Settings(**{name: value for name, value in vars(arguments).items() if name in fields})
+    header, finished = read_parts(arguments.parts)
+    if header is not None and header["settings"] != settings.header():
+        raise SystemExit(f"{arguments.parts} was made with other settings: {header['settings']}")
+    parts = [
+        Part(model, experts, seed, label)
+        for model in arguments.model.split(",")
+        for experts in arguments.experts.split(",")
+        for seed in range(arguments.seeds)
+        for label in arguments.methods.split(",")
+    ]
+    done = [line["key"] for line in finished]
+    waiting = sorted((part for part in parts if part.key not in done), key=lambda part: -part.cost)
+    print(f"{len(parts)} parts, {len(parts) - len(waiting)} of them done", flush=True)
+    arguments.parts.parent.mkdir(parents=True, exist_ok=True)
+    began, failed = time.perf_counter(), 0
+    whole = [line for line in (header, *finished) if line is not None]
+    if header is None:
+        whole = [{"settings": settings.header(), "environment": environment()}]
+    arguments.parts.write_text("".join(json.dumps(line) + "\n" for line in whole))
+    with (
+        arguments.parts.open("a") as out,
+        ProcessPoolExecutor(
+            arguments.workers, multiprocessing.get_context("spawn"), start_worker, (arguments.threads,)
+        ) as pool,
+    ):
+        futures = {pool.submit(run_part, settings, part): part for part in waiting}
+        for position, future in enumerate(as_completed(futures)):
+            if (error := future.exception()) is not None:
+                failed += 1
+                print(f"FAILED {futures[future].key}: {error}", flush=True)  # the others are worth having
                 continue
-            settings = report["settings"]
+            line = future.result()
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+            print(
+                f"{position + 1}/{len(waiting)} {time.perf_counter() - began:6.0f} s  {line['key']}"
+                f"  KL {line['entry']['kl']:.4f}  {line['wall_seconds']:.0f} s",
+                flush=True,
+            )
+    return 1 if failed else 0
+
+
+# ----------------------------------------------------------------------- results
+
+
+def merge(arguments):
+    """Files of parts to one file of results per model."""
+    from rco.pipeline.compare import summary
+    from rco.runs import write_json_atomic
+
+    files = [read_parts(path) for path in arguments.parts]
+    settings = [header["settings"] for header, _ in files if header is not None]
+    if not settings or any(found != settings[0] for found in settings):
+        raise SystemExit(f"The parts were made with different settings, or there are none: {settings}")
+    lines = {tuple(line["key"]): line for _, parts in files for line in parts}
+    for model in sorted({key[0] for key in lines}):
+        tables = {}
+        for experts in sorted({key[1] for key in lines if key[0] == model}):
+            entries = [lines[key]["entry"] for key in sorted(lines) if key[:2] == (model, experts)]
+            labels = list(dict.fromkeys(entry["label"] for entry in entries))
+            rows = [summary(label, [e for e in entries if e["label"] == label]) for label in labels]
+            tables[experts] = {"rows": sorted(rows, key=lambda row: row["kl"]), "entries": entries}
+        report = {
+            "model": model,
+            "settings": {**settings[0], "tokens": settings[0]["evaluations"] * settings[0]["length"]},
+            "environments": [header["environment"] for header, _ in files],
+            "tables": tables,
+        }
+        write_json_atomic(RESULTS / f"expert_pruning_{model.replace('-', '_')}.json", report)
+        for experts, table in tables.items():
+            print(f"== {model}, {experts} pruned")
+            for row in table["rows"]:
+                print(f"{row['method']:20s} {row['kl']:.4f} ± {row['kl_std']:.4f}  {row['seeds']} seeds")
+
+
+def document(_):
+    """Put the tables of all results into the document, between its markers."""
+    results, modes = [], ["| model | pruned | `deployed` | `scale` | seeds |", "|---|---|---:|---:|---:|"]
+    for path in sorted(RESULTS.glob("expert_pruning_*_moe.json")):
+        report = json.loads(path.read_text())
+        settings = report["settings"]
+        for fraction, table in report["tables"].items():
+            share = f"{100 * float(fraction):g} %"
+            by_label = {row["method"]: row for row in table["rows"]}
             results += [
-                f"`{report['model']}`, {100 * float(fraction):g} % pruned, {settings['tokens']:,} tokens per "
-                f"search, evaluated on {settings['evaluation']} sequences of {settings['length']} tokens "
-                f"of {words}:",
+                f"`{report['model']}`, {share} pruned, {settings['tokens']:,} tokens per search, evaluated on "
+                f"{settings['evaluation']} sequences of {settings['length']} tokens "
+                f"({settings['domains'].replace(',', ', ')}):",
                 "",
                 "| method | KL to the full model | perplexity | tokens | seeds |",
                 "|---|---:|---:|---:|---:|",
             ]
-            for row in table["rows"]:
-                results.append(
-                    f"| {row['method']} | {row['kl']:.4f} ± {row['kl_std']:.4f} | {row['perplexity']:.2f} | "
-                    f"{row['tokens']:,.0f} | {row['seeds']} |"
-                )
+            results += [
+                f"| {row['method']} | {row['kl']:.4f} ± {row['kl_std']:.4f} | {row['perplexity']:.2f} | "
+                f"{row['tokens']:,.0f} | {row['seeds']} |"
+                for row in table["rows"]
+            ]
             results.append("")
-            if other:
-                pair = [next(r for r in rows["rows"] if r["method"] == "rco") for rows in (table, other)]
-                cells = " | ".join(f"{row['kl']:.4f} ± {row['kl_std']:.4f}" for row in pair)
-                seeds = min(row["seeds"] for row in pair)
-                modes.append(f"| `{report['model']}` | {100 * float(fraction):g} % | {cells} | {seeds} |")
+            for first, other in (("rco", "rco:scale"), ("rco:deployed", "rco")):
+                if first in by_label and other in by_label:
+                    pair = [by_label[first], by_label[other]]
+                    cells = " | ".join(f"{row['kl']:.4f} ± {row['kl_std']:.4f}" for row in pair)
+                    modes.append(
+                        f"| `{report['model']}` | {share} | {cells} | {min(row['seeds'] for row in pair)} |"
+                    )
     text = DOCUMENT.read_text()
     for name, lines in (("modes", modes), ("results", results)):
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
@@ -71,88 +287,35 @@ def document():
 
 
 def main():
-    from rco.pipeline.compare_prune import compare_pruning
-    from rco.pipeline.configs import ComparePruneConfig
-    from rco.runs import environment, write_json_atomic
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="tiny-moe")
-    parser.add_argument("--data", default="builtin")
-    parser.add_argument("--eval-data")
-    parser.add_argument("--experts", default="0.25,0.5")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--gates", default="deployed")
-    parser.add_argument(
-        "--methods",
-        default="rco,rco@0.1,evoesap,reap,reap-global,frequency,frequency-global,random-pick",
+    verbs = parser.add_subparsers(required=True)
+    runs = verbs.add_parser("run", help="measure what is missing")
+    runs.set_defaults(verb=run)
+    runs.add_argument("--parts", type=Path, required=True, help="file that takes one line per finished part")
+    runs.add_argument("--model", default="tiny-moe", help="built-in names or folders, comma-separated")
+    runs.add_argument(
+        "--text", help="folder of NAME.calibration.txt and NAME.evaluation.txt; default: built-in"
     )
-    parser.add_argument("--evaluations", type=int, default=1200, help="batches that a search may forward")
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--sequences", type=int, default=56)
-    parser.add_argument("--selection", type=int, default=14)
-    parser.add_argument("--evaluation", type=int, default=42)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no new seed after this long")
-    parser.add_argument("--work", type=Path, default=Path("runs/benchmark-expert-pruning"))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--document", action="store_true", help="only put results/*.json into the document")
+    runs.add_argument("--domains", default=DOMAINS, help="names of the texts in that folder")
+    runs.add_argument("--experts", default="0.25,0.5")
+    runs.add_argument("--methods", default=METHODS)
+    runs.add_argument("--seeds", type=int, default=5)
+    runs.add_argument("--evaluations", type=int, default=800, help="sequences that a search may forward")
+    runs.add_argument("--length", type=int, default=128)
+    runs.add_argument("--sequences", type=int, default=56)
+    runs.add_argument("--selection", type=int, default=14)
+    runs.add_argument("--evaluation", type=int, default=84)
+    runs.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    runs.add_argument("--threads", type=int, default=1, help="threads of each process")
+    runs.add_argument("--workers", type=int, default=1, help="processes")
+    merges = verbs.add_parser("merge", help="write results/*.json from files of parts")
+    merges.set_defaults(verb=merge)
+    merges.add_argument("parts", type=Path, nargs="+")
+    verbs.add_parser("document", help="put results/*.json into the document").set_defaults(verb=document)
     arguments = parser.parse_args()
-    if arguments.document:
-        return document()
-    torch.set_num_threads(arguments.threads)
-    name = Path(arguments.model).name
-    out = arguments.out or RESULTS / f"expert_pruning_{name.replace('-', '_')}.json"
-    began, tables = time.perf_counter(), {}
-    for seeds in range(1, arguments.seeds + 1):
-        for fraction in arguments.experts.split(","):
-            for position, gates in enumerate(arguments.gates.split(",")):
-                if seeds > 1 and time.perf_counter() - began > arguments.seconds:
-                    continue
-                config = ComparePruneConfig(
-                    model=arguments.model,
-                    experts=fraction,
-                    out=arguments.work / f"{name}-{fraction}-{gates}",
-                    data=arguments.data,
-                    eval_data=arguments.eval_data,
-                    length=arguments.length,
-                    sequences=arguments.sequences,
-                    selection=arguments.selection,
-                    evaluation=arguments.evaluation,
-                    tokens=arguments.evaluations * arguments.length,
-                    seeds=seeds,
-                    gates=gates,
-                    # The other methods never see a gradient: once is enough.
-                    methods=arguments.methods if position == 0 else "rco",
-                    resume=True,
-                )
-                found = compare_pruning(config)
-                key = f"{fraction}, {gates} gates"
-                tables[key] = short_names({"rows": found.rows, "entries": found.entries})
-                print(f"== {name} {key}, {seeds} seeds, {time.perf_counter() - began:.0f} s", flush=True)
-                for row in found.rows:
-                    print(f"{row['method']:18s} {row['kl']:.4f} ± {row['kl_std']:.4f}", flush=True)
-                settings = {
-                    key: value
-                    for key, value in dataclasses.asdict(config).items()
-                    if key not in ("out", "data", "eval_data", "model")
-                }
-                texts = {
-                    key: [Path(part).name for part in value.split("+")]
-                    for key, value in (("data", arguments.data), ("eval_data", arguments.eval_data))
-                    if value
-                }
-                report = {
-                    "model": name,
-                    "texts": texts,
-                    "environment": environment(),
-                    "threads": arguments.threads,
-                    "settings": {**settings, "tau": list(config.tau)},
-                    "tables": tables,
-                }
-                out.parent.mkdir(parents=True, exist_ok=True)
-                write_json_atomic(out, report)
+    return arguments.verb(arguments)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from rco.folders import atomic_path, read_json
 from rco.pipeline.progress import Progress
 from rco.runs import RunDirectory, environment, write_json_atomic
 
-__all__ = ["Comparison", "Contest", "parse_methods", "run_comparison", "seeds_of"]
+__all__ = ["Comparison", "Contest", "measured", "parse_methods", "run_comparison", "seeds_of", "summary"]
 
 _ENTRIES = "comparison.json"
 
@@ -98,13 +98,13 @@ def run_comparison(
     for position, (label, name, share, seed) in enumerate(jobs):
         if (label, seed) not in done:
             result = contest.run(name, seed, int(share * contest.tokens))
-            entries.append(_entry(contest, label, seed, result))
+            entries.append(measured(contest, label, seed, result))
             _write_entries(path, contest, entries)
         count(position + 1, len(jobs))
     _write_entries(path, contest, entries)
     labels = [label for label, _, _ in listed]
     rows = [
-        _row(label, [e for e in entries if e["label"] == label and e["seed"] in seeds]) for label in labels
+        summary(label, [e for e in entries if e["label"] == label and e["seed"] in seeds]) for label in labels
     ]
     rows.sort(key=lambda row: row["kl"])
     _write(run.folder / "comparison.md", markdown(rows, title))
@@ -113,7 +113,8 @@ def run_comparison(
     return Comparison(rows, entries, run.folder, plot)
 
 
-def _entry(contest: Contest, label: str, seed: int, result: SearchResult) -> dict[str, Any]:
+def measured(contest: Contest, label: str, seed: int, result: SearchResult) -> dict[str, Any]:
+    """What one method found with one seed, judged."""
     return {
         "label": label,
         "method": result.method,
@@ -127,7 +128,9 @@ def _entry(contest: Contest, label: str, seed: int, result: SearchResult) -> dic
     }
 
 
-def _row(label: str, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(label: str, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means and standard deviations of one method over its seeds."""
+
     def spread(key: str) -> tuple[float, float]:
         values = [float(entry[key]) for entry in entries]
         return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ _OVERSHOOT = (
 _CANDIDATES = 7  # most that a gradient search compares at its end
 # From all experts down is the direction that pruning goes; up from too few for the router is none.
 _ALIASES = {"greedy": "greedy-down"}
+_BY_ACCEPTANCE = "evoesap-acceptance"
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,18 @@ class Entrant:
     Attributes:
         method: Name in the table of methods.
         score: Score that the method picks or orders by; None for its usual prior.
+        settings: What the name says beyond that.
     """
 
     method: str
-    score: str | None
+    score: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def resolve_method(name: str) -> Entrant:
-    """A method of the table, a score (``reap``, ``reap-global``), or ``evoesap-SCORE`` for another order.
+    """A method of the table, or a score (``reap``, ``reap-global``).
+
+    ``evoesap-SCORE`` orders by another score, ``evoesap-acceptance`` breeds by expected acceptance.
 
     Raises:
         ValueError: The name is none of these.
@@ -60,13 +66,15 @@ def resolve_method(name: str) -> Entrant:
     score, _, tail = name.partition("-")
     if score in SCORES and tail in ("", "global"):
         return Entrant("top-global" if tail else "top-per-block", score)
+    if name == _BY_ACCEPTANCE:
+        return Entrant("evoesap", settings={"fitness": "acceptance"})
     method, _, score = name.rpartition("-")
     if score in SCORES and method in tables.METHODS:
         return Entrant(_ALIASES.get(method, method), score)
-    known = [*tables.METHODS, *SCORES, *(f"{s}-global" for s in SCORES), *(f"evoesap-{s}" for s in SCORES)]
     if name not in tables.METHODS:
-        raise tables.unknown_name("method", name, known)
-    return Entrant(_ALIASES.get(name, name), None)
+        derived = [f"{s}-global" for s in SCORES] + [f"evoesap-{s}" for s in SCORES]
+        raise tables.unknown_name("method", name, [*tables.METHODS, *SCORES, *derived, _BY_ACCEPTANCE])
+    return Entrant(_ALIASES.get(name, name))
 
 
 def default_tokens(config: ComparePruneConfig) -> int:
@@ -99,7 +107,7 @@ class PruneContest:
         data, _ = self.prepare(seed)
         entrant = resolve_method(method)
         allowance = tokens // self.tokens_per_batch
-        searcher, selection = self._searcher(entrant.method, seed, allowance, len(data.selection))
+        searcher, selection = self._searcher(entrant, seed, allowance, len(data.selection))
         backend = self.planned.backend
         with ExitStack() as stack:
             objective = stack.enter_context(
@@ -118,16 +126,17 @@ class PruneContest:
         # Baselines take scores as they are; EvoESAP's order within a layer is REAP's, as published.
         return score_table(backend.scores[entrant.score or "reap"])
 
-    def _searcher(self, method: str, seed: int, allowance: int, selection: int) -> tuple[Any, int]:
+    def _searcher(self, entrant: Entrant, seed: int, allowance: int, selection: int) -> tuple[Any, int]:
         """The searcher within the allowance, and how many selection sequences it compares candidates on."""
+        method = entrant.method
         cls = tables.load(tables.METHODS, method, "method")
-        settings = {**search_settings(self.config), "seed": seed}
+        settings = {**search_settings(self.config), "seed": seed, **entrant.settings}
         if issubclass(cls, BudgetedSearch):
             open_ended = {"steps": None, "generations": None}
             known = {field.name for field in dataclasses.fields(cls)}
             rules = not known & {"generations", "steps", "lazy"}
             extra = {} if rules else {"max_evaluations": allowance}
-            return make_searcher(method, {**open_ended, **extra, "seed": seed}), selection
+            return make_searcher(method, {**open_ended, **extra, **entrant.settings, "seed": seed}), selection
         size = self.config.batch_size
         short = allowance < _SHORT
         share = _CHOICE * (2 if short else 1)  # few sequences would choose by their noise
