@@ -132,6 +132,8 @@ def test_reduction_keeps_the_feasible_set():
         ({"option_costs": [[1, 2]], "budget": 2, "weights": [1, 1]}, ValueError, "shape"),
         ({"option_costs": [[1, 2], [1]], "budget": 2}, ValueError, "rectangular"),
         ({"option_costs": [1, "two"], "budget": 2, "weights": [1]}, ValueError, "numbers"),
+        ({"option_costs": {"a": 1}, "budget": 2, "weights": [1]}, ValueError, "must hold numbers"),
+        ({"option_costs": [1, {2}], "budget": 2, "weights": [1]}, ValueError, "at \\(1,\\)"),
         ({"option_costs": np.ones((1, 1, 1, 1)), "budget": 2}, ValueError, "shape"),
         ({"option_costs": [1, 2], "budget": [1, 2], "weights": [1]}, ValueError, "1 numbers"),
         ({"option_costs": [1, 2], "budget": 2}, ValueError, "number of groups"),

@@ -107,6 +107,11 @@ def _from_objects(array: np.ndarray, name: str) -> ExactArray:
     fractions: list[Fraction] = []
     index = np.empty(array.shape, dtype=np.int64)
     for position, value in np.ndenumerate(array):
+        if not isinstance(value, float | Rational | Decimal | str | np.integer | np.floating):
+            raise ValueError(
+                f"{name} must hold numbers (integers, Fractions, Decimals, floats, or strings such as '7/3'), "
+                f"got {value!r} at {position or 'the only entry'}."
+            )
         key = (type(value), value)
         if key not in seen:
             seen[key] = len(fractions)
@@ -121,10 +126,8 @@ def _fraction(value: Any, name: str, position: tuple[int, ...]) -> Fraction:
     convert: Callable[[Any], Fraction]
     if isinstance(value, float | np.floating):
         convert = lambda v: Fraction(repr(float(v)))  # noqa: E731
-    elif isinstance(value, Rational | Decimal | str | np.integer):
-        convert = lambda v: Fraction(int(v)) if isinstance(v, np.integer) else Fraction(v)  # noqa: E731
     else:
-        raise ValueError(f"{name} must hold numbers, got {value!r} at {position or 'the only entry'}.")
+        convert = lambda v: Fraction(int(v)) if isinstance(v, np.integer) else Fraction(v)  # noqa: E731
     try:
         return convert(value)
     except (ValueError, OverflowError, ZeroDivisionError):

@@ -20,6 +20,7 @@ __all__ = ["draw_figures"]
 # Okabe and Ito's palette, told apart by readers with any colour vision; markers and dashes repeat the difference.
 _STYLE: dict[str, dict[str, Any]] = {
     "manifold": {"color": "#0072B2", "linestyle": "-", "marker": "o"},
+    "manifold_printed": {"color": "#000000", "linestyle": ":", "marker": "x"},
     "manifold_slack": {"color": "#009E73", "linestyle": "--", "marker": "s"},
     "manifold_slack_printed": {"color": "#56B4E9", "linestyle": ":", "marker": "v"},
     "lagrangian": {"color": "#D55E00", "linestyle": "-.", "marker": "^"},

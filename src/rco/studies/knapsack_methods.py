@@ -25,11 +25,16 @@ RECORD_EVERY = 5  # steps between repaired values
 
 METHODS: dict[str, str] = {
     "manifold": "Manifold",
+    "manifold_printed": "Manifold as printed",
     "manifold_slack": "Manifold, slack",
     "manifold_slack_printed": "Manifold, slack as printed",
     "lagrangian": "Lagrangian",
     "augmented_lagrangian": "Augmented Lagrangian",
 }
+
+# As printed, Adam's step leaves the tangent space (it scales each coordinate by its own second moment) and the
+# projection at a zero slack is two-sided; the package's own methods straighten the one and free the other.
+_PRINTED = {"manifold_printed", "manifold_slack_printed"}
 
 # Multiplier schedules, in units free of the instance: u is the range of total value over that of total cost R.
 # Lagrangian: lambda += rate * u / R * (C - B) every step.
@@ -78,8 +83,8 @@ def run_method(
         return [_run_multipliers(instances, start, steps, lr, setting) for setting in settings]
     if method not in METHODS:
         raise ValueError(f"No method is called {method!r}; there are {', '.join(METHODS)}.")
-    sense: Literal["==", "<="] = "==" if method == "manifold" else "<="
-    return [_run_manifold(instances, start, steps, lr, sense, one_sided=method == "manifold_slack")]
+    sense: Literal["==", "<="] = "<=" if "slack" in method else "=="
+    return [_run_manifold(instances, start, steps, lr, sense, printed=method in _PRINTED)]
 
 
 def _repaired(x: np.ndarray, instance: Instance) -> float:
@@ -93,13 +98,13 @@ def _run_manifold(
     steps: int,
     lr: float,
     sense: Literal["==", "<="],
-    one_sided: bool,
+    printed: bool,
 ) -> list[Trace]:
     problem, stacked = stack(instances, sense)
     manifold = BudgetManifold(problem)
     values, budgets = torch.from_numpy(stacked), problem.float_budgets
     x = start.clone()
-    optimizer = RiemannianAdam([x], manifold, lr=lr, one_sided=one_sided, straighten=True)
+    optimizer = RiemannianAdam([x], manifold, lr=lr, one_sided=not printed, straighten=not printed)
     ends = np.cumsum([instance.problem.num_groups for instance in instances])
     rows = [slice(end - i.problem.num_groups, end) for end, i in zip(ends, instances, strict=True)]
     excess = np.empty((len(instances), steps))

@@ -54,7 +54,8 @@ def study_markdown(
         "methods start "
         "from the same random point on C = B and follow the same closed-form gradient with the same Adam; they "
         "differ in how they handle the budget. On the manifold, Adam's step is made tangent in Adam's own "
-        "metric before the retraction (`straighten=True`).",
+        "metric before the retraction (`straighten=True`); *as printed* is the paper's algorithm without "
+        "that.",
         "Gap: per cent below the exact optimum, of the likeliest assignment after greedy repair (options "
         "that lose "
         "the least value per cost saved until it fits, then costlier ones that gain the most per cost "

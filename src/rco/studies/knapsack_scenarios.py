@@ -59,7 +59,7 @@ def _small_easy(rng: np.random.Generator, groups: int, options: int) -> _Parts:
 
 
 def _float_costs(rng: np.random.Generator, groups: int, options: int) -> _Parts:
-    return rng.uniform(1, 20, (groups, options)).round(4), rng.uniform(0, 1, (groups, options)), 0.3, None
+    return rng.uniform(1, 20, (groups, options)).round(4), rng.uniform(0, 1, (groups, options)), 0.2, None
 
 
 def _adversarial(rng: np.random.Generator, groups: int, options: int) -> _Parts:
@@ -113,9 +113,9 @@ SCENARIOS: dict[str, Scenario] = {
     s.name: s
     for s in (
         Scenario("small easy", 50, 8, "one cost ladder for all, falling returns", _small_easy),
-        Scenario("medium", 50, 8, "independent costs and values", _plain(0.3)),
-        Scenario("large", 200, 16, "independent costs and values", _plain(0.3)),
-        Scenario("huge", 1000, 32, "independent costs and values", _plain(0.3)),
+        Scenario("medium", 50, 8, "independent costs and values", _plain(0.25)),
+        Scenario("large", 200, 16, "independent costs and values", _plain(0.2)),
+        Scenario("huge", 1000, 32, "independent costs and values", _plain(0.2)),
         Scenario("float costs", 200, 16, "costs with four decimals", _float_costs),
         Scenario("tight budget", 50, 8, "budget 5 % of the way up from the cheapest", _plain(0.05)),
         Scenario("adversarial", 50, 8, "costs clustered near B/N, values nearly tied", _adversarial),
