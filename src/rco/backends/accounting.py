@@ -92,6 +92,11 @@ class LinearLike(Protocol):
         """The full-precision weight; only its type is looked at."""
         ...
 
+    @property
+    def stored_in(self) -> str:
+        """Entry of the model's state dict that holds it; several experts share one."""
+        ...
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -276,11 +281,28 @@ def stored_bits(linear: LinearLike, option: Scheme) -> int:
 # ---------------------------------------------------------------------- everything else
 
 
-def stored_tensors(model: nn.Module) -> list[TensorSpec]:
-    """Every tensor of a model's plain checkpoint, in order; a tied weight once, under its first name."""
-    return [
-        TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in distinct_state(model).items()
-    ]
+def stored_tensors(model: nn.Module, linears: Iterable[LinearLike] = ()) -> list[TensorSpec]:
+    """Every tensor of a model's plain checkpoint, in order; a tied weight once, under its first name.
+
+    Args:
+        model: The model.
+        linears: Those among them that the model keeps stacked in one tensor (experts) are listed one by one, as
+            checkpoints hold them.
+    """
+    parts: dict[str, list[LinearLike]] = {}
+    for linear in linears:
+        if linear.stored_in != f"{linear.name}.weight":
+            parts.setdefault(linear.stored_in, []).append(linear)
+    tensors: list[TensorSpec] = []
+    for name, value in distinct_state(model).items():
+        if name in parts:
+            tensors += [
+                TensorSpec(f"{part.name}.weight", value.dtype, (part.out_features, part.in_features))
+                for part in parts[name]
+            ]
+        else:
+            tensors.append(TensorSpec(name, value.dtype, tuple(value.shape)))
+    return tensors
 
 
 def distinct_state(model: nn.Module) -> dict[str, Tensor]:
@@ -292,22 +314,28 @@ def distinct_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in state.items() if first[id(value)] == name}
 
 
-def fixed_tensors(model: nn.Module, quantized: Collection[str]) -> list[TensorSpec]:
+def fixed_tensors(
+    model: nn.Module, quantized: Collection[str], linears: Iterable[LinearLike] = ()
+) -> list[TensorSpec]:
     """The tensors that no choice changes: all but the weights of the named linears.
 
-    A tied output layer that is quantized leaves the embedding where it is.
+    A tied output layer that is quantized leaves the embedding where it is. ``linears`` is as for
+    :func:`stored_tensors`.
     """
-    state = model.state_dict(keep_vars=True)
-    unknown = sorted(name for name in quantized if f"{name}.weight" not in state)
+    tensors = stored_tensors(model, linears)
+    known = {spec.name for spec in tensors} | set(model.state_dict(keep_vars=True))
+    unknown = sorted(name for name in quantized if f"{name}.weight" not in known)
     if unknown:
         raise ValueError(f"The model has no linears {', '.join(unknown[:4])}; take names from its layout.")
     weights = {f"{name}.weight" for name in quantized}
-    return [spec for spec in stored_tensors(model) if spec.name not in weights]
+    return [spec for spec in tensors if spec.name not in weights]
 
 
-def fixed_bytes(model: nn.Module, quantized: Collection[str], layout: FileLayout) -> int:
+def fixed_bytes(
+    model: nn.Module, quantized: Collection[str], layout: FileLayout, linears: Iterable[LinearLike] = ()
+) -> int:
     """Most bytes of the files apart from the weights of the named linears."""
-    tensors = fixed_tensors(model, quantized)
+    tensors = fixed_tensors(model, quantized, linears)
     return layout.overhead + sum(spec.nbytes + spec.header_bytes(layout.digits) for spec in tensors)
 
 
@@ -360,13 +388,14 @@ def allocation_tensors(
     model: nn.Module, linears: Iterable[LinearLike], options: Mapping[str, Scheme]
 ) -> list[TensorSpec]:
     """The tensors of a checkpoint in the order they are written: each weight's packed form takes its place."""
+    linears = list(linears)
     packed = {
         linear.name: option_tensors(linear, options[linear.name])
         for linear in linears
         if linear.name in options and not options[linear.name].dense
     }
     tensors: list[TensorSpec] = []
-    for spec in stored_tensors(model):
+    for spec in stored_tensors(model, linears):
         tensors += packed.pop(spec.name.removesuffix(".weight"), [spec])
     for rest in packed.values():  # a tied output layer is no tensor of its own until it is quantized
         tensors += rest

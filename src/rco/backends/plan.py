@@ -9,12 +9,30 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from rco.models.layout import Layout, LinearInfo
+from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear
 
-__all__ = ["PRESETS", "Group", "QuantizationPlan", "ServingPreset", "make_plan"]
+__all__ = [
+    "LEAVE_ALONE",
+    "PRESETS",
+    "PRUNED",
+    "ExpertGroups",
+    "Group",
+    "QuantizationPlan",
+    "ServingPreset",
+    "make_plan",
+]
 
 LEAVE_ALONE = 16
+PRUNED = 0  # bits of an expert that is taken out, the router choosing among the others
+
+ExpertGroups = Literal["expert", "projection", "layer", "layer-projection"]
+"""What shares a width: an expert's three matrices; its gate and up (down by itself); all experts of a layer; one
+projection of all experts of a layer."""
+
+ROLES = ("attention", "mlp", EXPERT_ROLE, "shared_expert", "head")
 
 
 @dataclass(frozen=True)
@@ -27,6 +45,8 @@ class ServingPreset:
     group_sizes: tuple[int, ...] | None  # None: any; 0 stands for one scale per channel
     fused: bool  # modules that the engine merges must share one scheme
     note: str
+    experts: ExpertGroups = "expert"  # the finest grouping of experts that it loads
+    asymmetric_experts: bool = True  # it takes zero points in experts
 
 
 PRESETS: dict[str, ServingPreset] = {
@@ -47,7 +67,10 @@ PRESETS: dict[str, ServingPreset] = {
             (4, 8),
             None,
             True,
-            "q/k/v and gate/up share a scheme; asymmetric grids at 4 and 8 bits only",
+            "q/k/v, gate/up and all experts of a layer share a scheme; asymmetric grids at 4 and 8 bits only, "
+            "and not in experts",
+            experts="layer",
+            asymmetric_experts=False,
         ),
         ServingPreset(
             "vllm-marlin",
@@ -56,6 +79,17 @@ PRESETS: dict[str, ServingPreset] = {
             (0, 32, 64, 128),
             True,
             "Marlin kernels: 4 or 8 bits, group sizes 32, 64, 128 or per channel",
+            experts="layer",
+            asymmetric_experts=False,
+        ),
+        ServingPreset(
+            "llamacpp",
+            tuple(range(2, 9)),
+            tuple(range(2, 9)),
+            None,
+            False,
+            "one type for each projection of a layer's experts",
+            experts="layer-projection",
         ),
     )
 }
@@ -93,8 +127,13 @@ class QuantizationPlan:
 
     @property
     def packed_widths(self) -> tuple[int, ...]:
-        """The widths that need candidates: all but the original weight."""
-        return tuple(width for width in self.widths if width != LEAVE_ALONE)
+        """The widths that need candidates: all but the original weight and none at all."""
+        return tuple(width for width in self.widths if width not in (LEAVE_ALONE, PRUNED))
+
+    @property
+    def experts(self) -> tuple[ExpertLinear, ...]:
+        """The experts' matrices among the linears."""
+        return tuple(info for info in self.linears if isinstance(info, ExpertLinear))
 
 
 def make_plan(
@@ -108,6 +147,8 @@ def make_plan(
     locks: Sequence[str] = (),
     skips: Sequence[str] = (),
     ties: Sequence[str] = (),
+    experts: ExpertGroups | None = None,
+    allow_prune: bool = False,
 ) -> QuantizationPlan:
     """Turn what the user asked for into groups.
 
@@ -118,17 +159,22 @@ def make_plan(
         group_size: Columns that share a scale; None for one scale per row.
         symmetric: Grid without zero points; None: what the preset needs, asymmetric otherwise.
         serve: Name of a preset.
-        locks: ``regex=width``: linears whose name matches keep to that width.
-        skips: Regexes: matching linears are left alone and outside the budget.
+        locks: ``regex=width``: linears whose name matches, or whose role is named, keep to that width. A lock at 16
+            needs no 16 among the widths.
+        skips: Regexes or roles: matching linears are left alone and outside the budget.
         ties: Comma-separated kinds, e.g. ``q_proj,k_proj,v_proj``, that share a width within a block.
+        experts: What shares a width among experts; None: an expert's matrices, or what the preset needs.
+        allow_prune: 0 bits is an option of every expert.
     """
     if serve not in PRESETS:
         raise ValueError(f"Unknown preset {serve!r}; --serve takes {', '.join(PRESETS)}.")
     preset = PRESETS[serve]
-    symmetric = _grid(preset, widths, symmetric)
+    sparse = any(info.role == EXPERT_ROLE for info in linears)
+    experts = _expert_groups(preset, experts, sparse=sparse, allow_prune=allow_prune)
+    symmetric = _grid(preset, widths, symmetric, sparse=sparse)
     widths = _check_widths(preset, widths, symmetric, group_size)
     locked = _parse_locks(locks, linears, widths)
-    skip_patterns = [_compile(pattern, "--skip", linears) for pattern in skips]
+    skipped_names = {info.name for pattern in skips for info in _matching(pattern, "--skip", linears)}
 
     chosen: list[LinearInfo] = []
     skipped: list[str] = []
@@ -138,7 +184,7 @@ def make_plan(
             raise ValueError(
                 f"{info.name} shares its weight with the embedding, so it cannot be quantized; drop its lock."
             )
-        if any(pattern.search(info.name) for pattern in skip_patterns) or not wanted:
+        if info.name in skipped_names or not wanted:
             skipped.append(info.name)
         else:
             chosen.append(info)
@@ -152,7 +198,7 @@ def make_plan(
                 )
     if not chosen:
         raise ValueError("Every linear is skipped: nothing is left to quantize.")
-    clusters = _clusters(layout, chosen, ties, fused=preset.fused)
+    clusters = _clusters(layout, chosen, ties, fused=preset.fused, experts=experts)
     groups = []
     for members in clusters:
         allowed = {locked[m.name] for m in members if m.name in locked}
@@ -161,14 +207,48 @@ def make_plan(
                 f"{', '.join(m.name for m in members)} share one width, but are locked to {sorted(allowed)}; "
                 "lock them alike or drop the tie."
             )
-        groups.append(Group(_group_name(members), tuple(members), tuple(allowed) or widths))
-    return QuantizationPlan(tuple(groups), widths, group_size, symmetric, preset, tuple(skipped))
+        prunable = allow_prune and all(member.role == EXPERT_ROLE for member in members)
+        offered = (PRUNED, *widths) if prunable else widths
+        groups.append(Group(_group_name(members), tuple(members), tuple(allowed) or offered))
+    every = tuple(sorted({width for group in groups for width in group.widths} | set(widths)))
+    return QuantizationPlan(tuple(groups), every, group_size, symmetric, preset, tuple(skipped))
 
 
-def _grid(preset: ServingPreset, widths: Sequence[int], symmetric: bool | None) -> bool:
+def _expert_groups(
+    preset: ServingPreset, asked: ExpertGroups | None, *, sparse: bool, allow_prune: bool
+) -> ExpertGroups:
+    """What shares a width among experts: as asked, if the engine loads that."""
+    if asked is not None and asked not in get_args(ExpertGroups):
+        raise ValueError(f"--expert-groups takes {', '.join(get_args(ExpertGroups))}, got {asked!r}.")
+    if (asked is not None or allow_prune) and not sparse:
+        raise ValueError("The model has no experts: leave out --expert-groups, --per-projection and --allow-prune.")
+    # Every grouping lists those that an engine which needs it also loads.
+    coarser: dict[ExpertGroups, tuple[ExpertGroups, ...]] = {
+        "expert": ("expert", "projection", "layer", "layer-projection"),
+        "projection": ("expert", "projection", "layer", "layer-projection"),
+        "layer": ("layer",),
+        "layer-projection": ("layer", "layer-projection"),
+    }
+    groups = preset.experts if asked is None else asked
+    if groups not in coarser[preset.experts]:
+        raise ValueError(
+            f"--serve {preset.name} loads experts grouped by {' or '.join(coarser[preset.experts])}, not by {groups}."
+        )
+    if allow_prune and groups != "expert":
+        raise ValueError(
+            f"--allow-prune takes experts out one by one, so that each needs a width of its own; experts are grouped "
+            f"by {groups} here. Leave out --per-projection, or use --serve any."
+        )
+    return groups
+
+
+def _grid(preset: ServingPreset, widths: Sequence[int], symmetric: bool | None, *, sparse: bool) -> bool:
     packed = [w for w in widths if w != LEAVE_ALONE]
+    only_symmetric = sparse and not preset.asymmetric_experts
     if symmetric is None:
-        return any(w not in preset.widths_asymmetric for w in packed)
+        return only_symmetric or any(w not in preset.widths_asymmetric for w in packed)
+    if not symmetric and only_symmetric:
+        raise ValueError(f"--serve {preset.name} takes no zero points in experts; leave out --no-symmetric.")
     return symmetric
 
 
@@ -194,14 +274,24 @@ def _check_widths(
     return ordered
 
 
-def _compile(pattern: str, flag: str, linears: Sequence[LinearInfo]) -> re.Pattern[str]:
+def _matching(pattern: str, flag: str, linears: Sequence[LinearInfo]) -> list[LinearInfo]:
+    """The linears of a role, if the pattern is the name of one, or those whose name it is found in."""
+    if pattern in ROLES:
+        found = [info for info in linears if info.role == pattern]
+        if not found:
+            raise ValueError(f"{flag} {pattern!r}: the model has no linears of that role.")
+        return found
     try:
         compiled = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"{flag} {pattern!r} is not a regular expression: {error}.") from None
-    if not any(compiled.search(info.name) for info in linears):
-        raise ValueError(f"{flag} {pattern!r} matches no linear; names look like {linears[0].name!r}.")
-    return compiled
+    found = [info for info in linears if compiled.search(info.name)]
+    if not found:
+        raise ValueError(
+            f"{flag} {pattern!r} matches no linear; names look like {linears[0].name!r}, roles are "
+            f"{', '.join(dict.fromkeys(info.role for info in linears))}."
+        )
+    return found
 
 
 def _parse_locks(
@@ -213,17 +303,17 @@ def _parse_locks(
         if not separator or not text.strip().isdigit():
             raise ValueError(f"--lock is REGEX=WIDTH, e.g. 'lm_head=8', got {lock!r}.")
         width = int(text)
-        if width not in widths:
-            raise ValueError(f"--lock {lock!r} asks for {width} bits; on offer are {list(widths)}.")
-        compiled = _compile(pattern, "--lock", linears)
-        for info in linears:
-            if compiled.search(info.name):
-                locked[info.name] = width
+        if width not in (*widths, LEAVE_ALONE):
+            raise ValueError(
+                f"--lock {lock!r} asks for {width} bits; on offer are {list(widths)}, and 16 to leave alone."
+            )
+        for info in _matching(pattern, "--lock", linears):
+            locked[info.name] = width
     return locked
 
 
 def _clusters(
-    layout: Layout, linears: Sequence[LinearInfo], ties: Sequence[str], *, fused: bool
+    layout: Layout, linears: Sequence[LinearInfo], ties: Sequence[str], *, fused: bool, experts: ExpertGroups
 ) -> list[list[LinearInfo]]:
     """Linears grouped by the ties, in the order of their first member."""
     parent = {info.name: info.name for info in linears}
@@ -250,17 +340,47 @@ def _clusters(
         for names in layout.fused_sets(linears):
             for name in names[1:]:
                 parent[root(name)] = root(names[0])
+    together: dict[tuple[object, ...], str] = {}
+    for info in linears:
+        if isinstance(info, ExpertLinear):
+            parent[root(info.name)] = root(together.setdefault(_expert_key(info, experts), info.name))
     clusters: dict[str, list[LinearInfo]] = {}
     for info in linears:
         clusters.setdefault(root(info.name), []).append(info)
     return list(clusters.values())
 
 
+def _expert_key(info: ExpertLinear, experts: ExpertGroups) -> tuple[object, ...]:
+    """What experts' matrices must have in common to share a width."""
+    if experts == "layer":
+        return (info.layer.index,)
+    if experts == "layer-projection":
+        return (info.layer.index, info.projection)
+    if experts == "projection":
+        return (info.layer.index, info.expert, info.projection == "down")
+    return (info.layer.index, info.expert)
+
+
 def _group_name(members: Sequence[LinearInfo]) -> str:
     if len(members) == 1:
         return members[0].name
+    inside = [member for member in members if isinstance(member, ExpertLinear)]
+    if len(inside) == len(members) and len({member.layer.index for member in inside}) == 1:
+        return _expert_group_name(inside)
     prefix = members[0].name.rpartition(".")[0]
     same = all(m.name.rpartition(".")[0] == prefix for m in members)
     if same:
         return f"{prefix}.{'+'.join(m.name.rpartition('.')[2] for m in members)}"
     return "+".join(m.name for m in members)
+
+
+def _expert_group_name(members: Sequence[ExpertLinear]) -> str:
+    """``...experts.3``, ``...experts.3.gate_proj+up_proj``, ``...experts`` or ``...experts.*.down_proj``."""
+    layer = members[0].layer
+    numbers = {member.expert for member in members}
+    kinds = list(dict.fromkeys(member.projection for member in members))
+    own = dict(zip(("gate", "up", "down"), layer.architecture.projections, strict=True))
+    part = "" if len(kinds) == len(own) else "." + "+".join(own[kind] for kind in kinds)
+    if len(numbers) == 1:
+        return f"{layer.stored_prefix}.{members[0].expert}{part}"
+    return f"{layer.stored_prefix}{'.*' if part else ''}{part}"

@@ -26,6 +26,7 @@ __all__ = [
     "as_half",
     "decode_bfloat16",
     "decode_float",
+    "decode_float_at",
     "dot_bfloat16",
     "dot_float",
     "over_rows",
@@ -181,6 +182,17 @@ def decode_float(codes: Any, scales: Any, zeros: Any, group: int, rounding: int,
     """Write ``(code - zero) * scale``, rounded as stored, to ``values`` (float32 or float64)."""
     for row in range(values.shape[0]):
         _decode_row(codes[row], scales[row], zeros[row], group, rounding, values[row])
+
+
+@numba.njit(nogil=True, cache=True)
+def decode_float_at(
+    stream: Any, bits: int, scales: Any, zeros: Any, group: int, rounding: int, rows: Any, values: Any
+) -> None:
+    """As :func:`decode_float` from the packed rows (uint8 view of the words), for the rows that are listed."""
+    codes = np.empty(values.shape[1], dtype=np.uint8)
+    for row in rows:
+        _unpack_row(stream[row], bits, values.shape[1], codes)
+        _decode_row(codes, scales[row], zeros[row], group, rounding, values[row])
 
 
 @numba.njit(nogil=True, cache=True)

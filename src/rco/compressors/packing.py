@@ -20,7 +20,16 @@ from torch import Tensor
 
 from rco.compressors import cpu_kernels
 
-__all__ = ["PackedWeight", "inner_products", "on_compiled_path", "pack", "packed_words", "unpack"]
+__all__ = [
+    "PackedWeight",
+    "decode_segments",
+    "inner_products",
+    "on_compiled_path",
+    "pack",
+    "packed_words",
+    "stack_rows",
+    "unpack",
+]
 
 _STORAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ROUNDING = {torch.bfloat16: cpu_kernels.ROUND_BFLOAT16, torch.float16: cpu_kernels.ROUND_HALF}
@@ -194,17 +203,47 @@ class PackedWeight:
         """``<gradient, W>`` with this decoded matrix W, which is never whole in memory."""
         return inner_products(gradient, [self])[0]
 
+    def rows(self, start: int, stop: int) -> PackedWeight:
+        """Some rows, sharing memory: one matrix of several that were stacked by :func:`stack_rows`."""
+        zeros = None if self.zeros is None else self.zeros[start:stop]
+        shape = (len(range(self.shape[0])[start:stop]), self.shape[1])
+        return replace(
+            self, packed=self.packed[start:stop], scales=self.scales[start:stop], zeros=zeros, shape=shape
+        )
 
-def inner_products(gradient: Tensor, options: Sequence[PackedWeight | Tensor | None]) -> Tensor:
+
+def stack_rows(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """Matrices of one scheme and row length as one, the rows of the first on top."""
+    first = weights[0]
+    if len({(w.bits, w.group_size, w.shape[1], w.zeros is None) for w in weights}) > 1:
+        raise ValueError("Only weights of one width, group size and row length can be stacked.")
+    zeros = None if first.zeros is None else torch.cat([w.zeros for w in weights if w.zeros is not None])
+    return replace(
+        first,
+        packed=torch.cat([w.packed for w in weights]),
+        scales=torch.cat([w.scales for w in weights]),
+        zeros=zeros,
+        shape=(sum(w.shape[0] for w in weights), first.shape[1]),
+    )
+
+
+def inner_products(
+    gradient: Tensor, options: Sequence[PackedWeight | Tensor | None], segments: int = 1
+) -> Tensor:
     """``<gradient, W_k>`` for every option of one layer, in one pass over the gradient.
 
     Args:
         gradient: Gradient of the loss with respect to the layer's effective weight, (out, in).
         options: Packed weights, dense matrices, or None for an option whose weight is zero.
+        segments: The rows are so many matrices of equal height, one below the other (experts), and each gets
+            its own products.
 
     Returns:
-        One number per option on the gradient's device, in float64 (float32 where the device has no float64).
+        (K,) one number per option on the gradient's device, in float64 (float32 where the device has no float64);
+        (K, segments) if there are several segments.
     """
+    if gradient.shape[0] % segments:
+        raise ValueError(f"{gradient.shape[0]} rows cannot be cut into {segments} segments of equal height.")
     for index, option in enumerate(options):
         if option is not None and (
             tuple(option.shape) != tuple(gradient.shape) or option.device != gradient.device
@@ -214,9 +253,55 @@ def inner_products(gradient: Tensor, options: Sequence[PackedWeight | Tensor | N
                 f"the gradient {tuple(gradient.shape)} on {gradient.device}; they must agree."
             )
     gradient = gradient.detach().contiguous()
-    if on_compiled_path(gradient):
-        return _inner_products_compiled(gradient, options)
-    return _inner_products_torch(gradient, options)
+    products = _inner_products_compiled if on_compiled_path(gradient) else _inner_products_torch
+    found = products(gradient, options, segments)
+    return found[:, 0] if segments == 1 else found
+
+
+def decode_segments(
+    options: Sequence[PackedWeight | Tensor], choices: NDArray[np.int64], out: Tensor
+) -> Tensor:
+    """Decode a stack of matrices, each at the option chosen for it; one pass per option, not per matrix.
+
+    Args:
+        options: K versions of the same stack, (segments x rows, in), packed or dense.
+        choices: (segments,) option of every matrix of the stack.
+        out: (segments x rows, in), contiguous; written to.
+    """
+    segments, rows = len(choices), out.shape[0] // len(choices)
+    direct = on_compiled_path(out) and out.dtype in (torch.float32, torch.float64)
+    for k in np.unique(choices).tolist():
+        option, chosen = options[k], np.flatnonzero(choices == k)
+        if direct and isinstance(option, PackedWeight):
+            wanted = (chosen[:, None] * rows + np.arange(rows)).reshape(-1)
+            _decode_compiled_at(option, wanted, out)
+            continue
+        target = out.view(segments, rows, -1)
+        if isinstance(option, Tensor):
+            places = torch.from_numpy(chosen).to(out.device)
+            target[places] = option.view(segments, rows, -1)[places].to(out.dtype)
+        elif len(chosen) == segments:
+            option.dequantize(out=out)
+        else:
+            places = torch.from_numpy(chosen).to(out.device)
+            taken = _segments_of(option, places, segments)
+            target[places] = taken.dequantize(out.dtype).view(len(chosen), rows, -1)
+    return out
+
+
+def _segments_of(weight: PackedWeight, places: Tensor, segments: int) -> PackedWeight:
+    def pick(part: Tensor) -> Tensor:
+        return part.view(segments, -1, part.shape[1])[places].flatten(0, 1)
+
+    zeros = None if weight.zeros is None else pick(weight.zeros)
+    packed = pick(weight.packed)
+    return replace(
+        weight,
+        packed=packed,
+        scales=pick(weight.scales),
+        zeros=zeros,
+        shape=(packed.shape[0], weight.shape[1]),
+    )
 
 
 def _decode_rows(weight: PackedWeight, start: int, stop: int) -> Tensor:
@@ -233,10 +318,12 @@ def _decode_rows(weight: PackedWeight, start: int, stop: int) -> Tensor:
     return steps.to(scales.dtype) * scales
 
 
-def _inner_products_torch(gradient: Tensor, options: Sequence[PackedWeight | Tensor | None]) -> Tensor:
+def _inner_products_torch(
+    gradient: Tensor, options: Sequence[PackedWeight | Tensor | None], segments: int
+) -> Tensor:
     rows, cols = gradient.shape
     exact = torch.float32 if gradient.device.type == "mps" else torch.float64
-    total = torch.zeros(len(options), dtype=exact, device=gradient.device)
+    total = torch.zeros(len(options), rows, dtype=exact, device=gradient.device)
     step = max(1, _CHUNK_ELEMENTS // max(1, cols))
     for start in range(0, rows, step):
         part = gradient[start : start + step]
@@ -248,8 +335,8 @@ def _inner_products_torch(gradient: Tensor, options: Sequence[PackedWeight | Ten
             else:
                 value = option.detach()[start : start + step]
             work = torch.promote_types(torch.promote_types(part.dtype, value.dtype), torch.float32)
-            total[index] += torch.linalg.vecdot(part.to(work), value.to(work)).sum(dtype=exact)
-    return total
+            total[index, start : start + step] = torch.linalg.vecdot(part.to(work), value.to(work))
+    return total.view(len(options), segments, -1).sum(dim=2)
 
 
 def _operands(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,7 +372,23 @@ def _decode_compiled(weight: PackedWeight, out: Tensor) -> None:
     cpu_kernels.over_rows(*weight.shape, task, row_bytes=weight.shape[1] * out.element_size())
 
 
-def _inner_products_compiled(gradient: Tensor, options: Sequence[PackedWeight | Tensor | None]) -> Tensor:
+def _decode_compiled_at(weight: PackedWeight, rows: NDArray[np.int64], out: Tensor) -> None:
+    """Decode some rows, each to its own place."""
+    stream, scales, zeros = (t.detach().numpy() for t in _operands(weight))
+    values = out.detach().numpy()
+    rounding = _ROUNDING.get(weight.scales.dtype, cpu_kernels.ROUND_NONE)
+
+    def task(a: int, b: int) -> None:
+        cpu_kernels.decode_float_at(
+            stream, weight.bits, scales, zeros, weight.group_size, rounding, rows[a:b], values
+        )
+
+    cpu_kernels.over_rows(len(rows), weight.shape[1], task)
+
+
+def _inner_products_compiled(
+    gradient: Tensor, options: Sequence[PackedWeight | Tensor | None], segments: int
+) -> Tensor:
     rows, cols = gradient.shape
     kernel: Any = cpu_kernels.dot_float
     if gradient.dtype == torch.bfloat16:
@@ -311,8 +414,8 @@ def _inner_products_compiled(gradient: Tensor, options: Sequence[PackedWeight | 
 
     if packed:
         cpu_kernels.over_rows(rows, cols * len(packed), task, row_bytes=cols * gradient.element_size())
-    total = sums.sum(dim=1)
+    total = sums.view(len(options), segments, -1).sum(dim=2)
     dense = [index for index, option in enumerate(options) if isinstance(option, Tensor)]
     if dense:
-        total[dense] = _inner_products_torch(gradient, [options[index] for index in dense])
+        total[dense] = _inner_products_torch(gradient, [options[index] for index in dense], segments)
     return total

@@ -32,7 +32,7 @@ class LinearInfo:
         name: Full dotted name, as in the state dict without ``.weight``.
         module: The ``nn.Linear`` or ``Conv1D`` itself.
         kind: Short name shared by the same linear of every block, unique within a block (``q_proj``).
-        role: ``"attention"``, ``"mlp"``, ``"shared_expert"`` or ``"head"``.
+        role: ``"attention"``, ``"mlp"``, ``"shared_expert"``, ``"experts"`` or ``"head"``.
         block: Index of the block, None for the output layer.
         path: Dotted name inside the block (inside the model for the output layer).
         in_features: Columns of the weight as a map y = W x.
@@ -64,6 +64,11 @@ class LinearInfo:
     def parameters(self) -> int:
         """Number of weights, the bias not counted."""
         return self.in_features * self.out_features
+
+    @property
+    def stored_in(self) -> str:
+        """Entry of the state dict that holds the weight."""
+        return f"{self.name}.weight"
 
 
 @dataclass(frozen=True, eq=False)
