@@ -43,7 +43,7 @@ FORMAT, VERSION = "rco-candidates", 1
 _MANIFEST = "manifest.json"
 logger = logging.getLogger(__name__)
 
-Statistics = Mapping[str, Mapping[str, Mapping[str, float]]]
+Statistics = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 class StoreError(ValueError):

@@ -7,21 +7,25 @@ to no particular allocation, so one store serves every budget.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from rco.backends.expert_candidates import expert_layer_of, quantize_experts, quantize_matrix
 from rco.backends.plan import QuantizationPlan
-from rco.compressors.gptq import gptq
-from rco.compressors.grid import Grid, round_to_nearest
+from rco.compressors.grid import Grid
 from rco.compressors.hessian import HessianAccumulator
 from rco.compressors.packing import PackedWeight
 from rco.data.calibration import CalibrationSet
 from rco.models.capture import BlockInputs, linear_inputs
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
+from rco.models.moe_hessians import ExpertHessians
+from rco.models.moe_linears import ExpertLinear
 from rco.store import CandidateStore
 
 __all__ = ["CandidateSettings", "build_candidates", "candidate_identity", "option_label"]
@@ -39,6 +43,13 @@ class CandidateSettings:
     clip: Literal["search", "minmax"] = "search"
     sweeps: int = 4
     batch_size: int = 8
+    expert_tokens: int = 256  # least tokens that an expert is fitted to
+
+    def arguments(self) -> dict[str, object]:
+        """What the quantizer of one matrix takes."""
+        if self.method == "rtn":
+            return {"clip": self.clip}
+        return {"damp": self.damp, "act_order": self.act_order, "clip": self.clip, "sweeps": self.sweeps}
 
 
 def option_label(width: int) -> str:
@@ -54,13 +65,15 @@ def candidate_identity(
     dtype: torch.dtype,
 ) -> dict[str, object]:
     """Everything the candidates depend on; two runs share a store only if all of it agrees."""
-    return {
+    # The experts of a layer are one entry, under the name of their stacked tensor.
+    names = [info.stored_in if isinstance(info, ExpertLinear) else info.name for info in plan.linears]
+    identity: dict[str, object] = {
         "model": loaded.fingerprint,
         "data": calibration.fingerprint if settings.method == "gptq" else None,
         "widths": list(plan.packed_widths),
         "group_size": plan.group_size,
         "symmetric": plan.symmetric,
-        "linears": [info.name for info in plan.linears],
+        "linears": list(dict.fromkeys(names)),
         "storage": str(dtype).removeprefix("torch."),
         "method": settings.method,
         "damp": settings.damp,
@@ -68,6 +81,9 @@ def candidate_identity(
         "clip": settings.clip,
         "sweeps": settings.sweeps,
     }
+    if plan.experts and settings.method == "gptq":
+        identity["expert_tokens"] = settings.expert_tokens
+    return identity
 
 
 def blocks_of(plan: QuantizationPlan) -> list[list[LinearInfo]]:
@@ -105,9 +121,15 @@ def build_candidates(
     groups = blocks_of(plan)
     missing = set(store.missing_blocks)
     total = sum(len(group) for group in groups)
-    done = sum(len(group) for index, group in enumerate(groups) if index not in missing)
-    if on_progress is not None:
-        on_progress(done, total)
+    done: float = sum(len(group) for index, group in enumerate(groups) if index not in missing)
+
+    def advance(count: float) -> None:
+        nonlocal done
+        done += count
+        if on_progress is not None:
+            on_progress(round(done), total)
+
+    advance(0)
     if not missing:
         return
     inputs = (
@@ -117,28 +139,50 @@ def build_candidates(
         if settings.method == "gptq"
         else None
     )
+    grids = {option_label(width): Grid(width, plan.group_size, plan.symmetric) for width in plan.packed_widths}
     for index, group in enumerate(groups):
         if index not in missing:
             continue
+        linears = [info for info in group if not isinstance(info, ExpertLinear)]
+        sparse = expert_layer_of(group)
         hessians: dict[str, HessianAccumulator] = {}
+        experts: ExpertHessians | None = None
         if inputs is not None:
             block = group[0].block
             target = len(loaded.layout.blocks(loaded.model)) if block is None else block
             while inputs.position < target:
                 inputs.advance()
+            if sparse is not None:
+                experts = ExpertHessians(sparse, calibration.tokens.numel(), settings.expert_tokens)
             hessians = (
                 _head_hessian(loaded, inputs, group[0])
                 if block is None
-                else _block_hessians(loaded, inputs, group)
+                else _block_hessians(loaded, inputs, linears, experts)
             )
         candidates: dict[str, dict[str, PackedWeight]] = {}
-        statistics: dict[str, dict[str, dict[str, float]]] = {}
-        for info in group:
-            options, measured = _quantize(info, plan, hessians.get(info.name), settings, storage_dtype)
-            candidates[info.name], statistics[info.name] = options, measured
-            done += 1
-            if on_progress is not None:
-                on_progress(done, total)
+        statistics: dict[str, dict[str, dict[str, Any]]] = {}
+        for info in linears:
+            accumulator = hessians.get(info.name)
+            packed, errors, relative = quantize_matrix(
+                info.weight.detach().float(),
+                None if accumulator is None else accumulator.matrix(),
+                list(grids.values()),
+                settings.arguments(),
+                storage_dtype,
+            )
+            candidates[info.name] = dict(zip(grids, packed, strict=True))
+            statistics[info.name] = {
+                label: {"error": error, "relative_error": share}
+                for label, error, share in zip(grids, errors, relative, strict=True)
+            }
+            advance(1)
+        if sparse is not None:
+            step = (len(group) - len(linears)) / (2 * sparse.num_experts)
+            stacks, found = quantize_experts(
+                sparse, experts, grids, settings.arguments(), storage_dtype, partial(advance, step)
+            )
+            candidates.update(stacks)
+            statistics.update(found)
         store.write_block(index, candidates, statistics)
 
 
@@ -153,7 +197,7 @@ def _shared_inputs(loaded: LoadedModel, group: Sequence[LinearInfo]) -> dict[str
 
 
 def _block_hessians(
-    loaded: LoadedModel, inputs: BlockInputs, group: Sequence[LinearInfo]
+    loaded: LoadedModel, inputs: BlockInputs, group: Sequence[LinearInfo], experts: ExpertHessians | None
 ) -> dict[str, HessianAccumulator]:
     source = _shared_inputs(loaded, group)
     width = {info.path: info.in_features for info in group}
@@ -165,7 +209,12 @@ def _block_hessians(
     def add(path: str, x: Tensor) -> None:
         accumulators[path].add(x)
 
-    with linear_inputs(block, accumulators, add):
+    with ExitStack() as stack:
+        stack.enter_context(linear_inputs(block, accumulators, add))
+        if experts is not None:
+            collect = experts.add
+            hook = experts.layer.block.register_forward_pre_hook(lambda _, args: collect(args[0]))
+            stack.callback(hook.remove)
         inputs.observe()
     return {name: accumulators[path] for name, path in source.items()}
 
@@ -177,38 +226,3 @@ def _head_hessian(
     for rows in inputs.finish():
         accumulator.add(rows)
     return {head.name: accumulator}
-
-
-def _quantize(
-    info: LinearInfo,
-    plan: QuantizationPlan,
-    hessian: HessianAccumulator | None,
-    settings: CandidateSettings,
-    storage_dtype: torch.dtype,
-) -> tuple[dict[str, PackedWeight], dict[str, dict[str, float]]]:
-    grids = [Grid(width, plan.group_size, plan.symmetric) for width in plan.packed_widths]
-    weight = info.weight.detach().float()
-    if hessian is None:
-        packed = round_to_nearest(weight, grids, clip=settings.clip, storage_dtype=storage_dtype)
-        scale = float(weight.double().square().sum()) or 1.0
-        errors = [float((p.dequantize(torch.float32) - weight).double().square().sum()) for p in packed]
-        relative = [error / scale for error in errors]
-    else:
-        result = gptq(
-            weight,
-            hessian.matrix(),
-            grids,
-            damp=settings.damp,
-            act_order=settings.act_order,
-            clip=settings.clip,
-            storage_dtype=storage_dtype,
-            sweeps=settings.sweeps,
-        )
-        packed = result.candidates
-        errors = result.errors.tolist()
-        relative = result.relative_errors.tolist()
-    labels = [option_label(width) for width in plan.packed_widths]
-    return dict(zip(labels, packed, strict=True)), {
-        label: {"error": error, "relative_error": share}
-        for label, error, share in zip(labels, errors, relative, strict=True)
-    }

@@ -11,16 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.backends.accounting import (
-    DENSE,
-    FileLayout,
-    Scheme,
-    fixed_bytes,
-    option_bytes,
-    stored_bits,
-    weight_bits,
-)
+from rco.backends.accounting import Scheme
 from rco.backends.base import Backend, Budget
+from rco.backends.bit_costs import BitCosts, Count, Visits
 from rco.backends.candidates import (
     CandidateSettings,
     blocks_of,
@@ -28,16 +21,19 @@ from rco.backends.candidates import (
     candidate_identity,
     option_label,
 )
+from rco.backends.expert_candidates import packed_candidate, recorded
 from rco.backends.objective import LanguageModelObjective, LossKind, Reference
-from rco.backends.plan import LEAVE_ALONE, QuantizationPlan
+from rco.backends.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
+from rco.backends.switched import SwitchedModel, switched_model
 from rco.compressors.packing import PackedWeight
-from rco.compressors.switchable import SwitchableLinear
 from rco.core.problem import Allocation, AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.losses import Head
-from rco.models.gating import GatedModel, checkpointed_blocks, make_switchable, switchable_model
+from rco.models.gating import checkpointed_blocks
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
+from rco.models.moe_linears import model_linears, sparse_layers
+from rco.models.moe_scores import count_visits
 from rco.models.precision import computing_in, default_compute_dtype
 from rco.store import CandidateStore
 
@@ -58,6 +54,8 @@ class QuantizationBackend(Backend):
         batch_size: Sequences per batch of the objective.
         checkpointing: Recompute activations in the backward pass, to save memory.
         overwrite_store: Replace candidates of another identity instead of refusing.
+        count: Over which linears a budget of bits is averaged: all that are quantized, or experts alone.
+        visits: How often experts are routed to, if that is known already.
     """
 
     name: ClassVar[str] = "quantization"
@@ -75,6 +73,8 @@ class QuantizationBackend(Backend):
         batch_size: int = 1,
         checkpointing: bool = False,
         overwrite_store: bool = False,
+        count: Count = "all",
+        visits: Visits | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.loaded, self.plan, self.store_folder = loaded, plan, store_folder
@@ -84,6 +84,9 @@ class QuantizationBackend(Backend):
         self.loss_kind, self.top_k, self.batch_size = loss, top_k, batch_size
         self.checkpointing = checkpointing
         self.overwrite_store = overwrite_store
+        self.count: Count = count
+        self.visits = visits
+        self._costs: dict[str, BitCosts] = {}
         self.on_progress = on_progress
         self.store: CandidateStore | None = None
         self._packed: dict[str, dict[str, PackedWeight]] | None = None
@@ -94,69 +97,50 @@ class QuantizationBackend(Backend):
 
     def scheme(self, width: int) -> Scheme:
         """What a width means in the artifact."""
-        return DENSE if width == LEAVE_ALONE else Scheme(width, self.plan.group_size, self.plan.symmetric)
+        return self.costs("bits").scheme(width)
 
-    def _cost(self, kind: str, layout: FileLayout | None) -> Callable[[LinearInfo, int], int]:
-        if kind == "bits":
-            return lambda info, width: weight_bits(info, self.scheme(width))
-        if kind == "bpw":
-            return lambda info, width: stored_bits(info, self.scheme(width))
-        assert layout is not None
-        return lambda info, width: option_bytes(info, self.scheme(width), layout)
+    def costs(self, kind: str) -> BitCosts:
+        """What options count under a kind of budget."""
+        if kind not in self._costs:
+            model, count = self.loaded.model, self.count if kind in ("bits", "bpw") else "all"
+            linears = model_linears(self.loaded.layout, model, include_head=True) if kind == "size" else ()
+            visits = self.visits if kind == "active_bits" else None
+            self._costs[kind] = BitCosts(model, self.plan, kind, count, visits, linears)
+        return self._costs[kind]
 
     def problem(self, budget: Budget) -> AllocationProblem:
         """Exact integer costs: bits for ``bits`` and ``bpw``, bytes of the checkpoint for ``size``."""
-        if budget.kind not in ("bits", "bpw", "size"):
-            raise ValueError(f"Quantization takes a budget of bits, bpw or size, got {budget.kind}.")
-        layout = FileLayout.of(self.loaded.model) if budget.kind == "size" else None
-        cost = self._cost(budget.kind, layout)
-        costs = np.array(
-            [
-                [sum(cost(member, width) for member in group.members) for width in self.plan.widths]
-                for group in self.plan.groups
-            ],
-            dtype=np.int64,
-        )
+        counted = self.costs(budget.kind)
         allowed = np.array([[w in group.widths for w in self.plan.widths] for group in self.plan.groups])
-        if layout is not None:
-            names = [info.name for info in self.plan.linears]
-            total = budget.amount - fixed_bytes(self.loaded.model, names, layout)
-        else:
-            total = budget.amount * sum(group.parameters for group in self.plan.groups)
         try:
             return AllocationProblem(
-                costs,
-                budget=total,
+                counted.matrix,
+                budget=counted.total(budget.amount),
                 allowed=allowed,
                 groups=[group.name for group in self.plan.groups],
                 options=[str(width) for width in self.plan.widths],
                 monotone=True,
             )
         except ValueError as error:
-            raise type(error)(self._explain(budget, costs, allowed, error)) from None
-
-    def _explain(self, budget: Budget, costs: np.ndarray, allowed: np.ndarray, error: ValueError) -> str:
-        low, high = self.budget_range(budget.kind)
-        return f"--{budget.kind} must lie between {low} and {high} here, got {budget}. ({error})"
+            low, high = counted.range
+            flag = budget.kind.replace("_", "-")
+            raise type(error)(
+                f"--{flag} must lie between {low} and {high} here, got {budget}. ({error})"
+            ) from None
 
     def budget_range(self, kind: str) -> tuple[str, str]:
         """The lowest and the highest budget of a kind, as a user would write them."""
-        layout = FileLayout.of(self.loaded.model) if kind == "size" else None
-        cost = self._cost(kind, layout)
-        ends = []
-        for pick in (min, max):
-            ends.append(
-                sum(
-                    pick(sum(cost(member, width) for member in group.members) for width in group.widths)
-                    for group in self.plan.groups
+        return self.costs(kind).range
+
+    def look_at_routing(self, calibration: CalibrationSet) -> None:
+        """Count how often every expert is routed to; nothing for a model without experts."""
+        if self.visits is None and sparse_layers(self.loaded.model):
+            with computing_in(self.loaded.model, self.compute_dtype):
+                counts = count_visits(
+                    self.loaded.model,
+                    ((part.tokens, part.mask) for part in calibration.batches(self.settings.batch_size)),
                 )
-            )
-        if layout is not None:
-            names = [info.name for info in self.plan.linears]
-            fixed = fixed_bytes(self.loaded.model, names, layout)
-            return f"{ends[0] + fixed:,} bytes", f"{ends[1] + fixed:,} bytes"
-        parameters = sum(group.parameters for group in self.plan.groups)
-        return f"{ends[0] / parameters:.6g}", f"{ends[1] / parameters:.6g}"
+            self.visits = Visits(int(calibration.mask.sum()), dict(enumerate(counts)))
 
     # -------------------------------------------------------------- candidates
 
@@ -194,33 +178,19 @@ class QuantizationBackend(Backend):
         if self.store is None:
             raise ValueError("The candidates have not been built: call prepare() first.")
         store = self.store
-        rows = []
-        for group in self.plan.groups:
-            rows.append(
-                [
-                    sum(
-                        0.0
-                        if w == LEAVE_ALONE
-                        else store.statistics(m.name, option_label(w))["relative_error"]
-                        for m in group.members
-                    )
-                    for w in self.plan.widths
-                ]
-            )
+
+        def error(info: LinearInfo, width: int) -> float:
+            if width in (LEAVE_ALONE, PRUNED):
+                return float(width == PRUNED)
+            return recorded(store.statistics, info, option_label(width), "relative_error")
+
+        rows = [
+            [sum(error(member, width) for member in group.members) for width in self.plan.widths]
+            for group in self.plan.groups
+        ]
         return torch.tensor(rows, dtype=torch.float64)
 
     # --------------------------------------------------------------- the model
-
-    def _modules(self) -> dict[str, SwitchableLinear]:
-        packed = self.packed()
-        modules = {}
-        for info in self.plan.linears:
-            options = [
-                None if width == LEAVE_ALONE else packed[info.name][option_label(width)]
-                for width in self.plan.widths
-            ]
-            modules[info.name] = make_switchable(info.module, options)
-        return modules
 
     @property
     def rows(self) -> dict[str, int]:
@@ -228,15 +198,20 @@ class QuantizationBackend(Backend):
         return {m.name: row for row, group in enumerate(self.plan.groups) for m in group.members}
 
     @contextmanager
-    def switchable(self) -> Iterator[GatedModel]:
-        """The model with every planned linear switchable, computing in the compute type."""
+    def switchable(self, *, original: bool = False) -> Iterator[SwitchedModel]:
+        """The model with every planned linear and expert switchable, computing in the compute type.
+
+        With ``original`` the gates have one more column, for the original weights.
+        """
         with ExitStack() as stack:
             stack.enter_context(computing_in(self.loaded.model, self.compute_dtype))
-            gated = stack.enter_context(switchable_model(self.loaded.model, self._modules()))
+            switched = stack.enter_context(
+                switched_model(self.loaded.model, self.plan, self.packed(), original=original)
+            )
             if self.checkpointing:
                 blocks = [block for _, block in self.loaded.layout.blocks(self.loaded.model)]
                 stack.enter_context(checkpointed_blocks(blocks))
-            yield gated
+            yield switched
 
     def present_head(self) -> Head:
         """The output layer under the present gates; inside :meth:`switchable` only."""
@@ -258,14 +233,9 @@ class QuantizationBackend(Backend):
             self.reference(data) if kl and data is not None else None for data in (calibration, selection)
         ]
         with ExitStack() as stack:
-            gated = stack.enter_context(self.switchable())
+            switched = stack.enter_context(self.switchable())
             # Read before any gate is set; its weight stays the full model's own.
             full = self.full_head()
-            rows = self.rows
-
-            def set_gates(gates: Tensor) -> None:
-                gated.set_gates(gates, rows)
-
             def make(
                 data: CalibrationSet, reference: Reference | None, held_back: LanguageModelObjective | None
             ) -> LanguageModelObjective:
@@ -274,7 +244,7 @@ class QuantizationBackend(Backend):
                     data,
                     reference,
                     full,
-                    set_gates,
+                    switched.set_gates,
                     self.present_head,
                     batch_size=self.batch_size,
                     top_k=self.top_k,
@@ -314,17 +284,16 @@ class QuantizationBackend(Backend):
 
     def weights_of(self, allocation: Allocation) -> dict[str, PackedWeight]:
         """The packed weight of every quantized linear; those left alone are missing."""
-        packed = self.packed()
+        packed, choices = self.packed(), self.choice_of(allocation)
         return {
-            name: packed[name][option_label(width)]
-            for name, width in self.choice_of(allocation).items()
-            if width != LEAVE_ALONE
+            info.name: packed_candidate(packed, info, option_label(choices[info.name]))
+            for info in self.plan.linears
+            if choices[info.name] not in (LEAVE_ALONE, PRUNED)
         }
 
     @contextmanager
     def apply(self, allocation: Allocation) -> Iterator[LoadedModel]:
         """The model under an allocation, computing in the compute type."""
-        with self.switchable() as gated, torch.no_grad():
-            gates = allocation.one_hot(len(self.plan.widths))
-            gated.set_gates(gates, self.rows)
+        with self.switchable() as switched, torch.no_grad():
+            switched.set_gates(allocation.one_hot(len(self.plan.widths)))
             yield self.loaded

@@ -10,7 +10,6 @@ with an exact knapsack, as a baseline.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -20,8 +19,6 @@ from rco.backends.quantization import QuantizationBackend
 from rco.core.problem import AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.losses import Head, chunk_length, chunked_cross_entropy
-from rco.models.gating import make_switchable, switchable_model
-from rco.models.precision import computing_in
 
 __all__ = ["curvature", "fisher_differences", "logits_from_losses", "predicted_losses"]
 
@@ -35,18 +32,10 @@ def fisher_differences(
 ) -> Tensor:
     """(S, N, K): <G, W_k - W> of every sequence, G the gradient of its sampled log-likelihood, per root token."""
     loaded = backend.loaded
-    packed = backend.packed()
-    modules = {}
-    for info in backend.plan.linears:
-        options = [packed[info.name].get(str(width)) for width in backend.plan.widths]
-        modules[info.name] = make_switchable(info.module, [*options, None])  # the original comes last
-    rows = backend.rows
     count, original = len(backend.plan.groups), len(backend.plan.widths)
     differences = torch.empty(len(calibration), count, original, dtype=torch.float64)
     generator = torch.Generator(device=loaded.device).manual_seed(seed)
-    with ExitStack() as stack:
-        stack.enter_context(computing_in(loaded.model, backend.compute_dtype))
-        gated = stack.enter_context(switchable_model(loaded.model, modules))
+    with backend.switchable(original=True) as switched:
         full = backend.full_head()
         for index in range(len(calibration)):
             tokens = calibration.tokens[index : index + 1].to(loaded.device)
@@ -54,7 +43,7 @@ def fisher_differences(
             gates = torch.zeros(count, original + 1, dtype=torch.float64)
             gates[:, original] = 1.0
             gates.requires_grad_()
-            gated.set_gates(gates, rows)
+            switched.set_gates(gates)
             hidden = loaded.layout.final_hidden(loaded.model, tokens)[:, :-1]
             targets = _sample(hidden.detach()[0], full, generator)[None]
             head = backend.present_head()

@@ -17,7 +17,14 @@ from torch.utils.checkpoint import checkpoint
 from rco.compressors.packing import PackedWeight
 from rco.compressors.switchable import Selection, SwitchableLinear, WeightBuffer
 
-__all__ = ["GatedModel", "checkpointed_blocks", "frozen", "make_switchable", "switchable_model"]
+__all__ = [
+    "GatedModel",
+    "checkpointed_blocks",
+    "frozen",
+    "gate_choices",
+    "make_switchable",
+    "switchable_model",
+]
 
 _ONE_HOT_TOLERANCE = 1e-6  # straight-through gates carry rounding of this size at most
 
@@ -53,7 +60,8 @@ class GatedModel:
         group_of: Mapping[str, int],
         *,
         relaxed: bool = False,
-        active: Tensor | None = None,
+        active: Tensor | Sequence[Sequence[bool]] | None = None,
+        choices: list[int | None] | None = None,
     ) -> list[int | None]:
         """Let every layer use the option that its row of the gates picks.
 
@@ -64,13 +72,17 @@ class GatedModel:
                 their gradients add.
             relaxed: Allow rows that are not one-hot: their layers use the dense mixture of all options.
             active: (N, K) bool, options whose gradient is wanted; the others get exactly zero.
+            choices: What :func:`gate_choices` read off the gates, where the caller has done so already.
 
         Returns:
             The choice of every row; None for a mixture.
         """
         self._check(gates, group_of, active)
-        choices = _choices(gates, relaxed)
-        wanted = [None] * len(choices) if active is None else active.tolist()
+        choices = gate_choices(gates, relaxed) if choices is None else choices
+        if active is None:
+            wanted: Sequence[Sequence[bool] | None] = [None] * len(choices)
+        else:
+            wanted = active.tolist() if isinstance(active, Tensor) else active
         rows: dict[torch.device, tuple[Tensor, ...]] = {}
         for name, module in self.modules.items():
             device, row = module.device, group_of[name]
@@ -86,7 +98,9 @@ class GatedModel:
         for module in self.modules.values():
             module.selection = Selection(module.selection.choice or 0)
 
-    def _check(self, gates: Tensor, group_of: Mapping[str, int], active: Tensor | None) -> None:
+    def _check(
+        self, gates: Tensor, group_of: Mapping[str, int], active: Tensor | Sequence[Sequence[bool]] | None
+    ) -> None:
         if gates.ndim != 2 or not gates.is_floating_point():
             raise ValueError(
                 f"gates must be floats of shape (groups, options), got {gates.dtype} {tuple(gates.shape)}."
@@ -105,7 +119,7 @@ class GatedModel:
                 raise ValueError(
                     f"Layer {name!r} has {len(module.options)} options, the gates have {options} columns."
                 )
-        if active is not None and active.shape != gates.shape:
+        if isinstance(active, Tensor) and active.shape != gates.shape:
             raise ValueError(
                 f"active must have the shape of the gates, {tuple(gates.shape)}; got {tuple(active.shape)}."
             )
@@ -220,7 +234,8 @@ def _locate(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return parent, attribute
 
 
-def _choices(gates: Tensor, relaxed: bool) -> list[int | None]:
+def gate_choices(gates: Tensor, relaxed: bool = False) -> list[int | None]:
+    """The option that each row of the gates (N, K) picks; None for a mixture, which only ``relaxed`` allows."""
     values = gates.detach().cpu()
     indices = values.argmax(1)
     target = torch.zeros_like(values).scatter_(1, indices.unsqueeze(1), 1.0)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 __all__ = [
     "ExpertPairs",
+    "ExpertSource",
     "ExpertWeights",
     "PairedExperts",
     "expert_weights",
     "grouped_linear",
+    "grouped_outer",
     "pair_outputs",
 ]
 
@@ -48,6 +50,29 @@ class ExpertWeights:
     def num_experts(self) -> int:
         """Experts held."""
         return int(self.up.shape[0])
+
+    def dense(self) -> ExpertWeights:
+        """Themselves: weights that are there need not be decoded."""
+        return self
+
+    def option_gradient(self, up: Tensor, down: Tensor, idle: Tensor) -> Tensor:
+        """Plain weights have no options."""
+        raise TypeError("Only experts with options have gradients for them; see rco.models.moe_switch.")
+
+
+class ExpertSource(Protocol):
+    """Where :class:`PairedExperts` gets its weights, in the forward and again in the backward pass."""
+
+    def dense(self) -> ExpertWeights:
+        """The weights to compute with; valid until the next call."""
+        ...
+
+    def option_gradient(self, up: Tensor, down: Tensor, idle: Tensor) -> Tensor:
+        """Gradient of the option gates from the gradients of the weights, (experts, out, in).
+
+        Those of experts that are ``idle``, which no token visited, are undefined and count as zero.
+        """
+        ...
 
 
 def expert_weights(experts: nn.Module) -> ExpertWeights:
@@ -123,6 +148,28 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     for expert, end in enumerate(ends.tolist()):
         if end > start:
             torch.mm(rows[start:end], weight[expert], out=out[start:end])
+        start = end
+    return out
+
+
+def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """``left.T @ right`` of each run of rows, (experts, left width, right width): gradients of the experts' weights.
+
+    Runs without rows are left undefined on devices whose kernel does not touch them.
+    """
+    kernel = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+    if (
+        kernel is not None
+        and left.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and _aligned(left, right)
+    ):
+        result: Tensor = kernel(left.t(), right, offs=ends)
+        return result
+    out = left.new_zeros(len(ends), left.shape[1], right.shape[1])
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(left[start:end].t(), right[start:end], out=out[expert])
         start = end
     return out
 
@@ -215,10 +262,12 @@ def _lower(inner: Tensor, experts: Tensor, ends: Tensor, weights: ExpertWeights)
 class PairedExperts(torch.autograd.Function):
     """Weighted sum of expert outputs, with gradients for hidden states, routing weights and gates.
 
-    ``apply(hidden, routing_weights, gates, pairs, weights, gate_gradient)`` returns (tokens, width).
+    ``apply(hidden, routing_weights, gates, option_gates, pairs, source, gate_gradient)`` returns (tokens, width).
     Backward forms ``a = <dL/dy_token, f_expert(token)>`` for every pair, probes included; for routing slots
     it is the gradient of the routing weight, and ``gate_gradient(real, probes)`` turns all of them into the
-    gradient of ``gates``. Expert weights get no gradient: the search has them frozen.
+    gradient of ``gates``. Where ``option_gates`` are given, the gradients of the experts' weights are formed, one
+    matrix per expert and projection, and ``source.option_gradient`` meets them with every option; otherwise expert
+    weights get no gradient: the search has them frozen.
     """
 
     @staticmethod
@@ -227,18 +276,21 @@ class PairedExperts(torch.autograd.Function):
         hidden: Tensor,
         routing_weights: Tensor,
         gates: Tensor | None,
+        option_gates: Tensor | None,
         pairs: ExpertPairs,
-        weights: ExpertWeights,
+        source: ExpertSource,
         gate_gradient: Callable[[Tensor, Tensor], Tensor] | None,
     ) -> Tensor:
         """See the class."""
+        weights = source.dense()
         risen = _rise(hidden, pairs, weights)
         outputs = _lower(
             weights.activate(pairs.pick(risen)), pairs.pick(pairs.experts), pairs.real_ends, weights
         )
         slot_weights = routing_weights.reshape(-1)[pairs.pick(pairs.order)]
-        ctx.save_for_backward(risen, slot_weights)
-        ctx.pairs, ctx.weights, ctx.gate_gradient = pairs, weights, gate_gradient
+        # The hidden states are needed for the weights' gradients alone.
+        ctx.save_for_backward(risen, slot_weights, hidden if ctx.needs_input_grad[3] else None)
+        ctx.pairs, ctx.source, ctx.gate_gradient = pairs, source, gate_gradient
         ctx.shape = (routing_weights.shape, hidden.dtype, routing_weights.dtype)
         ctx.gate_dtype = None if gates is None else gates.dtype
         weighted = pairs.unsort(outputs * slot_weights.unsqueeze(-1))
@@ -250,35 +302,43 @@ class PairedExperts(torch.autograd.Function):
         """See the class."""
         (grad,) = grads
         pairs: ExpertPairs = ctx.pairs
-        weights: ExpertWeights = ctx.weights
-        risen, slot_weights = ctx.saved_tensors
+        weights: ExpertWeights = ctx.source.dense()
+        risen, slot_weights, hidden = ctx.saved_tensors
         shape, hidden_dtype, weight_dtype = ctx.shape
         spread = grad[pairs.tokens]
         # q = W_down^T g serves twice: <q, activation> is <g, f>, and w * q is the gradient of the activation.
         q = grouped_linear(spread, weights.down.transpose(1, 2), pairs.ends)
-        if pairs.real is None:
-            with torch.enable_grad():
-                leaf = risen.detach().requires_grad_()
-                inner = weights.activate(leaf)
-            products = (q * inner.detach()).sum(dim=-1)
-        else:
-            with torch.enable_grad():
-                leaf = pairs.pick(risen).detach().requires_grad_()
-                inner = weights.activate(leaf)
-            products = (q * weights.activate(risen)).sum(dim=-1)
+        with torch.enable_grad():
+            leaf = pairs.pick(risen).detach().requires_grad_()
+            inner = weights.activate(leaf)
+        active = inner.detach() if pairs.real is None else weights.activate(risen)
+        products = (q * active).sum(dim=-1)
         if weights.down_bias is not None:
             products = products + (spread * weights.down_bias[pairs.experts]).sum(dim=-1)
         flat = torch.empty_like(products)
         flat[pairs.order] = products
         real, probes = flat[: pairs.slots].view(shape), flat[pairs.slots :]
 
-        grad_hidden = grad_gates = None
-        if ctx.needs_input_grad[0]:
+        grad_hidden = grad_gates = grad_options = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
             (grad_risen,) = torch.autograd.grad(
                 inner, leaf, pairs.pick(q) * slot_weights.unsqueeze(-1).to(q.dtype)
             )
+        if ctx.needs_input_grad[0]:
             rows = grouped_linear(grad_risen, weights.up.transpose(1, 2), pairs.real_ends)
             grad_hidden = pairs.unsort(rows).view(*shape, -1).sum(dim=1).to(hidden_dtype)
         if ctx.needs_input_grad[2]:
             grad_gates = ctx.gate_gradient(real, probes).to(ctx.gate_dtype)
-        return grad_hidden, real.to(weight_dtype), grad_gates, None, None, None
+        if ctx.needs_input_grad[3]:
+            seen = hidden[pairs.pick(pairs.tokens)].to(grad_risen.dtype)
+            weighted = pairs.pick(spread).to(q.dtype) * slot_weights.unsqueeze(-1).to(q.dtype)
+            grad_options = ctx.source.option_gradient(
+                grouped_outer(grad_risen, seen, pairs.real_ends),
+                grouped_outer(weighted, inner.detach(), pairs.real_ends),
+                _run_lengths(pairs.real_ends) == 0,
+            )
+        return grad_hidden, real.to(weight_dtype), grad_gates, grad_options, None, None, None
+
+
+def _run_lengths(ends: Tensor) -> Tensor:
+    return torch.diff(ends, prepend=ends.new_zeros(1))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
 from rco.models.moe import MoELayer, moe_layers
-from rco.models.moe_experts import ExpertPairs, ExpertWeights, PairedExperts, expert_weights
+from rco.models.moe_experts import ExpertPairs, ExpertSource, ExpertWeights, PairedExperts, expert_weights
 from rco.models.moe_probes import RoutingProbes
 from rco.models.moe_routing import Routing, route
 
-__all__ = ["ExpertGates", "GateMode", "expert_gates"]
+__all__ = ["ExpertGates", "GateMode", "OptionSource", "expert_gates"]
 
 GateMode = Literal["deployed", "scale"]
 
@@ -22,6 +22,15 @@ GateMode = Literal["deployed", "scale"]
 _BINARY_TOLERANCE = 1e-3
 
 _paired: Callable[..., Tensor] = PairedExperts.apply
+
+
+class OptionSource(ExpertSource, Protocol):
+    """Experts at one option each; ``gates`` are those of the options, where they want a gradient."""
+
+    @property
+    def gates(self) -> Tensor | None:
+        """Gates of the options."""
+        ...
 
 
 class ExpertGates:
@@ -70,6 +79,10 @@ class ExpertGates:
                 gates.mode = mode
             self.clear()
 
+    def use_options(self, layer: int, options: OptionSource | None) -> None:
+        """Let a layer's experts compute with other weights than their own; None: with their own again."""
+        self._gates[layer].options = options
+
     def clear(self) -> None:
         """Keep every expert; the model computes what it computes outside the context."""
         for gates in self._gates:
@@ -90,7 +103,13 @@ class ExpertGates:
 
 
 @contextmanager
-def expert_gates(model: nn.Module, mode: GateMode = "deployed") -> Iterator[ExpertGates]:
+def expert_gates(
+    model: nn.Module,
+    mode: GateMode = "deployed",
+    *,
+    reroute: bool = True,
+    only: Collection[int] | None = None,
+) -> Iterator[ExpertGates]:
     """Run ``model`` with gated experts inside the context; leaving restores it.
 
     * ``deployed``: the forward pass is that of the pruned model. Experts with gate 0 leave the router before
@@ -98,6 +117,9 @@ def expert_gates(model: nn.Module, mode: GateMode = "deployed") -> Iterator[Expe
       straight-through one of :mod:`rco.models.moe_probes`, for kept and pruned experts alike.
     * ``scale``: the router still sees every expert, and the contribution of a chosen expert is multiplied by
       its gate. This is what the paper's search differentiates; it is not what a pruned checkpoint computes.
+
+    ``reroute=False`` leaves the routers alone: no expert can be pruned then, but experts may compute with other
+    weights (:meth:`ExpertGates.use_options`). ``only`` leaves all layers but those as they are.
 
     Without gradient nothing extra is computed. Parameters are frozen inside the context (the search
     differentiates in the gates alone) and get their ``requires_grad`` back afterwards.
@@ -113,8 +135,9 @@ def expert_gates(model: nn.Module, mode: GateMode = "deployed") -> Iterator[Expe
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
                 undo.callback(parameter.requires_grad_, True)
-        for gates in handle._gates:
-            gates.install(undo)
+        for index, gates in enumerate(handle._gates):
+            if only is None or index in only:
+                gates.install(undo, reroute)
         yield handle
 
 
@@ -128,6 +151,7 @@ class _LayerGates:
         self.keep: Tensor | None = None  # booleans on the router's device; None keeps all
         self.gate: Tensor | None = None  # values on the router's device, where they carry gradient or scale
         self.routing: Routing | None = None
+        self.options: OptionSource | None = None  # None: the experts' own weights
         self.own_forward: Callable[..., Tensor] | None = None
 
     def prepare(self, values: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -160,11 +184,12 @@ class _LayerGates:
     def use(self, keep: Tensor | None, gate: Tensor | None) -> None:
         self.keep, self.gate, self.routing = keep, gate, None
 
-    def install(self, undo: ExitStack) -> None:
+    def install(self, undo: ExitStack, reroute: bool = True) -> None:
         """Take over the forwards of the layer, and have ``undo`` give them back."""
         layer = self.layer
         if layer.fused:
-            _override(layer.router, self.route, undo)
+            if reroute:
+                _override(layer.router, self.route, undo)
             self.own_forward = _override(layer.experts, self.run_experts, undo)
         else:
             self.weights = expert_weights(layer.experts)
@@ -190,19 +215,25 @@ class _LayerGates:
         """In place of the experts: their weighted sum, with the gates' gradient where one is asked for."""
         routing, self.routing = self.routing, None
         gate = self.gate if self.mode == "deployed" else None
+        option_gates = None if self.options is None else self.options.gates
         differentiated = torch.is_grad_enabled() and (
-            gate is not None or hidden.requires_grad or weights.requires_grad
+            gate is not None or option_gates is not None or hidden.requires_grad or weights.requires_grad
         )
-        if not differentiated and self.own_forward is not None:
+        if self.options is None and not differentiated and self.own_forward is not None:
             return self.own_forward(hidden, indices, weights)
-        if self.weights is None:
-            self.weights = expert_weights(self.layer.experts)
+        source: ExpertSource
+        if self.options is not None:
+            source = self.options
+        else:
+            if self.weights is None:
+                self.weights = expert_weights(self.layer.experts)
+            source = self.weights
         if differentiated and gate is not None and routing is not None and self.keep is not None:
             probes = RoutingProbes.find(self.layer.rule, routing, self.layer.correction, self.keep)
             pairs = ExpertPairs.build(indices, self.layer.num_experts, probes.tokens, probes.experts)
-            return _paired(hidden, weights, gate, pairs, self.weights, probes.gate_gradient)
+            return _paired(hidden, weights, gate, option_gates, pairs, source, probes.gate_gradient)
         pairs = ExpertPairs.build(indices, self.layer.num_experts)
-        return _paired(hidden, weights, None, pairs, self.weights, None)
+        return _paired(hidden, weights, None, option_gates, pairs, source, None)
 
 
 def _override(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> Callable[..., Any]:

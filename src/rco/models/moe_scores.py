@@ -14,7 +14,7 @@ from rco.models.moe import MoELayer, moe_layers
 from rco.models.moe_experts import ExpertPairs, expert_weights, pair_outputs
 from rco.models.moe_routing import route
 
-__all__ = ["collect_expert_scores"]
+__all__ = ["collect_expert_scores", "count_visits"]
 
 
 @torch.no_grad()
@@ -59,3 +59,34 @@ def collect_expert_scores(
                 raise ValueError(f"mask has shape {tuple(mask.shape)}, its tokens {tuple(tokens.shape)}")
             model(tokens.to(device), use_cache=False)
     return scores
+
+
+@torch.no_grad()
+def count_visits(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> list[list[int]]:
+    """For every sparse layer, how many tokens are routed to each of its experts.
+
+    Args:
+        model: A model with experts.
+        batches: Token ids (batch, length), and a boolean mask of the same shape that says which tokens count.
+    """
+    layers = moe_layers(model)
+    device = next(model.parameters()).device
+    counts = [torch.zeros(layer.num_experts, dtype=torch.int64, device=device) for layer in layers]
+    chosen = torch.zeros(0)
+
+    def watch(layer: MoELayer) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def before_block(_: nn.Module, args: tuple[Any, ...]) -> None:
+            hidden = args[0].reshape(-1, args[0].shape[-1])[chosen]
+            routing = route(layer.rule, layer.logits(hidden), layer.correction)
+            visited = routing.indices[routing.weights != 0]
+            counts[layer.index] += torch.bincount(visited, minlength=layer.num_experts).to(device)
+
+        return before_block
+
+    with ExitStack() as undo:
+        for layer in layers:
+            undo.callback(layer.block.register_forward_pre_hook(watch(layer)).remove)
+        for tokens, mask in batches:
+            chosen = mask.reshape(-1).to(device)
+            model(tokens.to(device), use_cache=False)
+    return [layer.tolist() for layer in counts]

@@ -1,0 +1,178 @@
+"""What every option of every group counts under a budget, in exact integers, and what the budget comes to in them.
+
+Four kinds of budget: ``bits`` (parameters times width), ``bpw`` (scales and zero points too), ``size`` (bytes of the
+checkpoint) and ``active_bits`` (parameters times width times the tokens that visit them: what a token reads). Bits may
+be counted over everything that is quantized or over experts alone, as papers on mixtures of experts count them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from torch import nn
+
+from rco.backends.accounting import (
+    DENSE,
+    FileLayout,
+    Scheme,
+    fixed_bytes,
+    option_bytes,
+    stored_bits,
+    weight_bits,
+)
+from rco.backends.plan import LEAVE_ALONE, PRUNED, Group, QuantizationPlan
+from rco.models.layout import LinearInfo
+from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear
+
+__all__ = ["KINDS", "BitCosts", "Count", "Visits"]
+
+Count = Literal["all", "experts"]
+KINDS = ("bits", "bpw", "size", "active_bits")
+_EXPERT_ROLES = (EXPERT_ROLE, "shared_expert")
+
+
+@dataclass(frozen=True)
+class Visits:
+    """How often experts were routed to.
+
+    Attributes:
+        tokens: Tokens that were looked at.
+        experts: Sparse layer (its position among them) -> tokens that visited each of its experts.
+    """
+
+    tokens: int
+    experts: Mapping[int, Sequence[int]]
+
+    def of(self, info: LinearInfo) -> int:
+        """Tokens that read a linear. An expert that none visited counts as visited once: no option is for free."""
+        if isinstance(info, ExpertLinear):
+            return max(int(self.experts[info.layer.index][info.expert]), 1)
+        return self.tokens
+
+
+@dataclass(frozen=True)
+class BitCosts:
+    """Costs of one plan under one kind of budget.
+
+    Args:
+        model: The model.
+        plan: Groups, widths and grid.
+        kind: One of :data:`KINDS`.
+        count: Over which linears bits are averaged.
+        visits: How often experts were visited; for ``active_bits``.
+        linears: All linears of the model, for ``size``.
+    """
+
+    model: nn.Module
+    plan: QuantizationPlan
+    kind: str
+    count: Count = "all"
+    visits: Visits | None = None
+    linears: Sequence[LinearInfo] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"Quantization takes a budget of {', '.join(KINDS)}, got {self.kind}.")
+        if self.kind == "active_bits" and self.visits is None:
+            raise ValueError("Active bits need the routing of calibration tokens; none was given.")
+        if self.count == "all":
+            return
+        if self.kind == "size":
+            raise ValueError("A size is that of the whole checkpoint; --count experts goes with bits.")
+        if not self.plan.experts:
+            raise ValueError("--count experts needs a model with experts.")
+        free = [group for group in self.plan.groups if not self.counts(group) and len(group.widths) > 1]
+        if free:
+            raise ValueError(
+                f"Bits are counted over experts alone, so that {len(free)} other groups, such as {free[0].name}, would "
+                "cost nothing: lock them (--lock attention=16), or count everything (--count all)."
+            )
+
+    def scheme(self, width: int) -> Scheme:
+        """What a width means in the artifact."""
+        return DENSE if width == LEAVE_ALONE else Scheme(width, self.plan.group_size, self.plan.symmetric)
+
+    def counts(self, group: Group) -> bool:
+        """Whether a group is counted."""
+        return self.count == "all" or group.members[0].role in _EXPERT_ROLES
+
+    @cached_property
+    def _layout(self) -> FileLayout:
+        return FileLayout.of(self.model)
+
+    def of(self, info: LinearInfo, width: int) -> int:
+        """Cost of one linear at one width; an expert that is pruned costs nothing."""
+        if width == PRUNED:
+            return 0
+        scheme = self.scheme(width)
+        if self.kind == "size":
+            return option_bytes(info, scheme, self._layout)
+        if self.kind == "bpw":
+            return stored_bits(info, scheme)
+        return weight_bits(info, scheme) * self._weight(info)
+
+    def _weight(self, info: LinearInfo) -> int:
+        return self.visits.of(info) if self.kind == "active_bits" and self.visits is not None else 1
+
+    @cached_property
+    def matrix(self) -> np.ndarray:
+        """(N, K) costs; groups that are not counted cost nothing."""
+        rows = []
+        for group in self.plan.groups:
+            if not self.counts(group):
+                rows.append([0] * len(self.plan.widths))
+                continue
+            # Experts of a group have few shapes: each is worked out once.
+            shapes: dict[tuple[object, ...], int] = {}
+            members: list[LinearInfo] = []
+            for member in group.members:
+                name = member.name if self.kind == "size" else ""
+                key = (member.in_features, member.out_features, len(name), self._weight(member))
+                shapes[key] = shapes.get(key, 0) + 1
+                if shapes[key] == 1:
+                    members.append(member)
+            rows.append(
+                [
+                    sum(n * self.of(m, w) for m, n in zip(members, shapes.values(), strict=True))
+                    for w in self.plan.widths
+                ]
+            )
+        return np.array(rows, dtype=np.int64)
+
+    @cached_property
+    def parameters(self) -> int:
+        """What an average is divided by: weights, each times the tokens that read it for active bits."""
+        return sum(
+            member.parameters * self._weight(member)
+            for group in self.plan.groups
+            if self.counts(group)
+            for member in group.members
+        )
+
+    @cached_property
+    def fixed(self) -> int:
+        """What no choice changes: bytes of everything else, for a size."""
+        if self.kind != "size":
+            return 0
+        names = [info.name for info in self.plan.linears]
+        return fixed_bytes(self.model, names, self._layout, self.linears)
+
+    def total(self, amount: Fraction) -> Fraction:
+        """A budget as the user writes it, in the units of the matrix."""
+        return amount - self.fixed if self.kind == "size" else amount * self.parameters
+
+    @property
+    def range(self) -> tuple[str, str]:
+        """The lowest and the highest budget, as a user would write them."""
+        allowed = np.array([[w in group.widths for w in self.plan.widths] for group in self.plan.groups])
+        costs = self.matrix
+        low = int(np.where(allowed, costs, costs.max(initial=0)).min(axis=1).sum())
+        high = int(np.where(allowed, costs, 0).max(axis=1).sum())
+        if self.kind == "size":
+            return f"{low + self.fixed:,} bytes", f"{high + self.fixed:,} bytes"
+        return f"{low / self.parameters:.6g}", f"{high / self.parameters:.6g}"

@@ -1,0 +1,118 @@
+"""A model whose linears and experts can each be any of their options, driven by one matrix of gates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+from torch import Tensor, nn
+
+from rco.backends.candidates import option_label
+from rco.backends.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
+from rco.compressors.packing import PackedWeight
+from rco.models.gating import GatedModel, gate_choices, make_switchable, switchable_model
+from rco.models.moe import MoELayer
+from rco.models.moe_linears import ExpertLinear
+from rco.models.moe_switch import ExpertOptions, SwitchableExperts, switchable_experts
+
+__all__ = ["SwitchedModel", "switched_model"]
+
+_PARTS = {"gate": 0, "up": 1, "down": 2}
+
+
+class SwitchedModel:
+    """A model inside :func:`switched_model`.
+
+    Args:
+        linears: Its switchable linears.
+        rows: Linear -> row of the gates.
+        experts: Its switchable experts, if it has any.
+        wanted: (N, K) options that a group may take; the others get no gradient.
+    """
+
+    def __init__(
+        self,
+        linears: GatedModel,
+        rows: Mapping[str, int],
+        experts: SwitchableExperts | None,
+        wanted: np.ndarray,
+    ) -> None:
+        self._linears, self._rows, self._experts, self._wanted = linears, rows, experts, wanted
+        self._active = wanted.tolist()
+
+    def set_gates(self, gates: Tensor) -> None:
+        """Let every group use the option that its row of the gates (N, K) picks; rows are one-hot."""
+        choices = gate_choices(gates)
+        self._linears.set_gates(gates, self._rows, active=self._active, choices=choices)
+        if self._experts is not None:
+            self._experts.set_gates(gates, choices, self._wanted)
+
+
+@contextmanager
+def switched_model(
+    model: nn.Module,
+    plan: QuantizationPlan,
+    packed: Mapping[str, Mapping[str, PackedWeight]],
+    *,
+    original: bool = False,
+) -> Iterator[SwitchedModel]:
+    """Run a model with the options of a plan in place; leaving restores it.
+
+    Groups that can only be left alone are not touched.
+
+    Args:
+        model: The model, computing in the type to search in.
+        plan: Groups and widths, the columns of the gates.
+        packed: Candidates as the store gives them.
+        original: The gates have one more column at the end, for the original weights, which every group may take.
+    """
+    columns: list[int] = [*plan.widths, *([LEAVE_ALONE] if original else [])]
+    wanted = np.array([[w in group.widths for w in plan.widths] for group in plan.groups])
+    if original:
+        wanted = np.concatenate([wanted, np.ones((len(wanted), 1), dtype=bool)], axis=1)
+    modules, rows = {}, {}
+    layers: dict[int, MoELayer] = {}
+    expert_rows: dict[int, np.ndarray] = {}
+    for row, group in enumerate(plan.groups):
+        if group.widths == (LEAVE_ALONE,):
+            continue
+        for info in group.members:
+            if isinstance(info, ExpertLinear):
+                index = info.layer.index
+                layers[index] = info.layer
+                places = expert_rows.setdefault(index, np.full((info.layer.num_experts, 3), -1, dtype=np.int64))
+                places[info.expert, _PARTS[info.projection]] = row
+            else:
+                options = _options(packed[info.name], columns)
+                modules[info.name], rows[info.name] = make_switchable(info.module, options), row
+    _fill_locked(plan, expert_rows)
+    pruned = columns.index(PRUNED) if PRUNED in columns else None
+    experts = {
+        index: ExpertOptions(
+            layer,
+            _options(packed[f"{layer.name}.{layer.architecture.experts}.gate_up_proj"], columns),
+            _options(packed[f"{layer.name}.{layer.architecture.experts}.down_proj"], columns),
+            pruned=pruned,
+        )
+        for index, layer in layers.items()
+    }
+    with ExitStack() as stack:
+        linears = stack.enter_context(switchable_model(model, modules))
+        handle = None
+        if experts:
+            handle = stack.enter_context(switchable_experts(model, experts, expert_rows))
+        yield SwitchedModel(linears, rows, handle, wanted)
+
+
+def _options(packed: Mapping[str, PackedWeight], columns: Sequence[int]) -> list[PackedWeight | None]:
+    """One entry per column of the gates; None is the original weight, which also stands in for no weight at all."""
+    return [None if width in (LEAVE_ALONE, PRUNED) else packed[option_label(width)] for width in columns]
+
+
+def _fill_locked(plan: QuantizationPlan, expert_rows: Mapping[int, np.ndarray]) -> None:
+    """Rows of experts that are locked at the original weights in a layer where others are not."""
+    for row, group in enumerate(plan.groups):
+        for info in group.members:
+            if isinstance(info, ExpertLinear) and info.layer.index in expert_rows:
+                expert_rows[info.layer.index][info.expert, _PARTS[info.projection]] = row

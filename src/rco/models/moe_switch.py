@@ -1,0 +1,248 @@
+"""Experts that can be any one of K compressed versions of themselves, each its own, with a gradient for every option.
+
+A layer's experts are two stacks of matrices: gate and up below each other, and down. Every option is one packed
+weight for a whole stack, so that a layer of hundreds of experts decodes in one pass per option and multiplies in one
+grouped product. The gradients ``G`` of the experts' weights are formed once, stacked as well, and meet all options in
+their packed form: ``<G, W_k>`` for every expert, projection and option in one pass over ``G``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rco.compressors.packing import PackedWeight, decode_segments, inner_products
+from rco.compressors.switchable import WeightBuffer
+from rco.models.moe import MoELayer
+from rco.models.moe_experts import ExpertWeights, expert_weights
+from rco.models.moe_gates import ExpertGates, expert_gates
+from rco.models.moe_linears import original_stacks
+
+__all__ = ["ExpertOptions", "SelectedExperts", "SwitchableExperts", "switchable_experts"]
+
+
+class ExpertOptions:
+    """The experts of one layer at every option.
+
+    Args:
+        layer: The layer; its own weights are referred to, not copied.
+        up: K options for gate and up projection, packed (experts x 2 x inner, width) with an expert's up below its
+            gate; None for the layer's own weights.
+        down: The same for the down projection, (experts x width, inner).
+        pruned: Index of the option that takes an expert out. It decodes as the layer's own weights: what the
+            expert would say if it came back.
+        buffer: Memory for the dense weights of one layer, usually shared by all.
+    """
+
+    def __init__(
+        self,
+        layer: MoELayer,
+        up: Sequence[PackedWeight | None],
+        down: Sequence[PackedWeight | None],
+        *,
+        pruned: int | None = None,
+        buffer: WeightBuffer | None = None,
+    ) -> None:
+        self.layer, self.pruned = layer, pruned
+        self.buffer = buffer if buffer is not None else WeightBuffer()
+        self.up, self.down = tuple(up), tuple(down)
+        self._own = expert_weights(layer.experts)
+        stacks = original_stacks(layer)
+        for name, options, stack in (("up", self.up, stacks[0]), ("down", self.down, stacks[1])):
+            shape = (stack.shape[0] * stack.shape[1] * stack.shape[2], stack.shape[3])
+            for index, option in enumerate(options):
+                if option is not None and option.shape != shape:
+                    raise ValueError(
+                        f"Option {index} of the {name} projections of {layer.name} is {tuple(option.shape)}, the "
+                        f"layer needs {shape}."
+                    )
+        if len(self.up) != len(self.down) or not self.up:
+            raise ValueError(
+                f"Up and down projections need the same options, at least one; got {len(self.up)} and {len(self.down)}."
+            )
+
+    @property
+    def num_options(self) -> int:
+        """K."""
+        return len(self.up)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer is."""
+        return self._own.up.device
+
+    def decode(self, choices: NDArray[np.int64]) -> ExpertWeights:
+        """The weights with each expert's gate, up and down at their options; valid until the buffer is used again."""
+        up, down = original_stacks(self.layer)
+        dense = []
+        for slot, (options, stack, chosen) in enumerate(
+            ((self.up, up, choices[:, :2]), (self.down, down, choices[:, 2:]))
+        ):
+            experts, parts, rows, columns = stack.shape
+            if all(options[k] is None for k in np.unique(chosen).tolist()) and stack.is_contiguous():
+                dense.append(stack.reshape(experts, parts * rows, columns))
+                continue
+            out = self.buffer.take((experts * parts * rows, columns), stack.dtype, stack.device, slot=slot)
+            decode_segments(_filled(options, stack, chosen), np.ascontiguousarray(chosen).reshape(-1), out)
+            dense.append(out.view(experts, parts * rows, columns))
+        own = self._own
+        interleaved = self.layer.architecture.interleaved
+        return ExpertWeights(
+            dense[0].transpose(1, 2),
+            dense[1].transpose(1, 2),
+            _in_order(own.up_bias) if interleaved else own.up_bias,
+            own.down_bias,
+            (lambda both: own.activate(_alternating(both))) if interleaved else own.activate,
+        )
+
+    def products(self, up: Tensor, down: Tensor, wanted: Sequence[bool]) -> Tensor:
+        """(experts, 3, K) inner products of weight gradients (experts, out, in) with every wanted option."""
+        stacks = original_stacks(self.layer)
+        found = []
+        for gradient, options, stack in ((up, self.up, stacks[0]), (down, self.down, stacks[1])):
+            experts, parts, _, columns = stack.shape
+            listed = [
+                None if not asked else stack.reshape(-1, columns) if option is None else option
+                for option, asked in zip(options, wanted, strict=True)
+            ]
+            part = inner_products(gradient.reshape(-1, columns), listed, experts * parts)
+            found.append(part.reshape(self.num_options, experts, parts))
+        return torch.cat(found, dim=2).permute(1, 2, 0)
+
+
+def _filled(
+    options: Sequence[PackedWeight | None], stack: Tensor, chosen: NDArray[np.int64]
+) -> list[PackedWeight | Tensor]:
+    """The options with the layer's own weights in their place; a copy of those only where they are needed."""
+    needed = any(options[k] is None for k in np.unique(chosen).tolist())
+    own = stack.reshape(-1, stack.shape[3]) if needed else stack
+    return [own if option is None else option for option in options]
+
+
+def _in_order(bias: Tensor | None) -> Tensor | None:
+    """A bias of alternating gate and up entries as all of gate, then all of up."""
+    return None if bias is None else torch.cat([bias[:, ::2], bias[:, 1::2]], dim=1)
+
+
+def _alternating(both: Tensor) -> Tensor:
+    return torch.stack(both.chunk(2, dim=-1), dim=-1).flatten(-2)
+
+
+@dataclass(frozen=True)
+class SelectedExperts:
+    """A layer's experts at one choice each; what a forward pass and its backward pass compute with.
+
+    Attributes:
+        options: The layer's options.
+        choices: (experts, 3) option of every expert's gate, up and down projection.
+        gates: (experts, 3, K) gates that want a gradient; None if nothing does.
+        wanted: Options whose gradient is wanted.
+    """
+
+    options: ExpertOptions
+    choices: NDArray[np.int64]
+    gates: Tensor | None = None
+    wanted: tuple[bool, ...] = ()
+
+    def dense(self) -> ExpertWeights:
+        """The weights of the choice."""
+        return self.options.decode(self.choices)
+
+    def option_gradient(self, up: Tensor, down: Tensor, idle: Tensor) -> Tensor:
+        """(experts, 3, K): ``<G, W_k>``; where experts may be pruned, relative to the present option.
+
+        Taking an expert out is no change of its weights: the keep gate's gradient says what that costs, and the
+        options of an expert that stays differ by what is returned here.
+        """
+        assert self.gates is not None
+        products = self.options.products(up, down, self.wanted)
+        if self.options.pruned is not None:
+            chosen = torch.from_numpy(self.choices).to(products.device)
+            products = products - products.gather(2, chosen.unsqueeze(2))
+            products[:, :, self.options.pruned] = 0.0
+            idle = idle | (chosen[:, 0] == self.options.pruned)
+        products = products.masked_fill(idle[:, None, None], 0.0)
+        return products.to(device=self.gates.device, dtype=self.gates.dtype)
+
+
+class SwitchableExperts:
+    """The experts of a model, driven by one matrix of gates.
+
+    Args:
+        handle: The gates that have taken over the layers' forwards.
+        options: Sparse layer -> its options.
+        rows: Sparse layer -> (experts, 3) row of the gates for every gate, up and down projection.
+    """
+
+    def __init__(
+        self, handle: ExpertGates, options: Mapping[int, ExpertOptions], rows: Mapping[int, NDArray[np.int64]]
+    ) -> None:
+        self._handle, self.options = handle, dict(options)
+        self._rows = {layer: np.array(rows[layer], dtype=np.int64) for layer in options}
+
+    def set_gates(
+        self, gates: Tensor, choices: Sequence[int | None], wanted: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Let every expert use the option that its rows of the gates pick.
+
+        Args:
+            gates: (N, K) one-hot rows that may carry gradient.
+            choices: The option of every row.
+            wanted: (N, K) options whose gradient is wanted; None: all.
+        """
+        chosen = np.array([-1 if choice is None else choice for choice in choices], dtype=np.int64)
+        placed: dict[torch.device, Tensor] = {}
+        keep: list[Tensor] = []
+        for layer in self._handle.layers:
+            options = self.options.get(layer.index)
+            if options is None:
+                keep.append(torch.ones(layer.num_experts, dtype=gates.dtype))
+                continue
+            rows = self._rows[layer.index]
+            picked = chosen[rows]
+            if (picked < 0).any():
+                raise ValueError(f"{options.layer.name} would need a mixture of options, which experts do not offer.")
+            own: Tensor | None = None
+            if gates.requires_grad:
+                if options.device not in placed:
+                    dtype = torch.float32 if options.device.type == "mps" else gates.dtype
+                    placed[options.device] = gates.to(device=options.device, dtype=dtype)
+                own = placed[options.device][torch.from_numpy(rows).to(options.device)]
+            asked = (True,) * options.num_options
+            if wanted is not None:
+                asked = tuple(wanted[np.unique(rows)].any(axis=0).tolist())
+            self._handle.use_options(layer.index, SelectedExperts(options, picked, own, asked))
+            if options.pruned is None:
+                keep.append(torch.ones(layer.num_experts, dtype=gates.dtype))
+            else:
+                keep.append(1.0 - gates[torch.from_numpy(rows[:, 0]), options.pruned])
+        if any(options.pruned is not None for options in self.options.values()):
+            self._handle.set_gates(keep)
+
+
+@contextmanager
+def switchable_experts(
+    model: nn.Module, options: Mapping[int, ExpertOptions], rows: Mapping[int, NDArray[np.int64]]
+) -> Iterator[SwitchableExperts]:
+    """Run a model with switchable experts inside the context; leaving restores it.
+
+    Args:
+        model: The model.
+        options: Sparse layer (its position among them) -> its options; layers left out stay as they are.
+        rows: Sparse layer -> (experts, 3) row of the gates for every gate, up and down projection.
+    """
+    buffer = WeightBuffer()
+    prunes = any(layer.pruned is not None for layer in options.values())
+    with expert_gates(model, "deployed", reroute=prunes, only=None if prunes else set(options)) as handle:
+        for layer in options.values():
+            layer.buffer = buffer
+        try:
+            yield SwitchableExperts(handle, options, rows)
+        finally:
+            buffer.clear()
