@@ -1,4 +1,4 @@
-"""Switchable experts against the same model with the weights put in by hand, and against autograd through a mixture."""
+"""Switchable experts against the same model with weights put in by hand, and autograd through a mixture."""
 
 import numpy as np
 import pytest

@@ -1,8 +1,8 @@
 """What every option of every group counts under a budget, in exact integers, and what the budget comes to in them.
 
-Four kinds of budget: ``bits`` (parameters times width), ``bpw`` (scales and zero points too), ``size`` (bytes of the
-checkpoint) and ``active_bits`` (parameters times width times the tokens that visit them: what a token reads). Bits may
-be counted over everything that is quantized or over experts alone, as papers on mixtures of experts count them.
+Four kinds of budget: ``bits`` (parameters times width), ``bpw`` (scales and zero points too), ``size`` (bytes of
+the checkpoint) and ``active_bits`` (parameters times width times the tokens that visit them: what a token reads).
+Bits may be counted over everything that is quantized or over experts alone, as papers on mixtures of experts do.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from rco.backends.accounting import (
 )
 from rco.backends.plan import LEAVE_ALONE, PRUNED, Group, QuantizationPlan
 from rco.models.layout import LinearInfo
+from rco.models.moe import MoELayer
 from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear
 
-__all__ = ["KINDS", "BitCosts", "Count", "Visits"]
+__all__ = ["KINDS", "BitCosts", "Count", "Visits", "most_visited"]
 
 Count = Literal["all", "experts"]
 KINDS = ("bits", "bpw", "size", "active_bits")
@@ -53,6 +54,16 @@ class Visits:
         if isinstance(info, ExpertLinear):
             return max(int(self.experts[info.layer.index][info.expert]), 1)
         return self.tokens
+
+
+def most_visited(visits: Visits, layers: Sequence[MoELayer]) -> dict[int, list[int]]:
+    """Sparse layer -> as many of its experts as a router picks, those that most tokens visit."""
+    found = {}
+    for layer in layers:
+        counts = visits.experts[layer.index]
+        order = sorted(range(layer.num_experts), key=lambda expert: (-counts[expert], expert))
+        found[layer.index] = sorted(order[: layer.top_k])
+    return found
 
 
 @dataclass(frozen=True)
@@ -89,8 +100,8 @@ class BitCosts:
         free = [group for group in self.plan.groups if not self.counts(group) and len(group.widths) > 1]
         if free:
             raise ValueError(
-                f"Bits are counted over experts alone, so that {len(free)} other groups, such as {free[0].name}, would "
-                "cost nothing: lock them (--lock attention=16), or count everything (--count all)."
+                f"Bits are counted over experts alone, so that {len(free)} other groups, such as {free[0].name}, "
+                "would cost nothing: lock them (--lock attention=16), or count everything (--count all)."
             )
 
     def scheme(self, width: int) -> Scheme:
@@ -99,7 +110,11 @@ class BitCosts:
 
     def counts(self, group: Group) -> bool:
         """Whether a group is counted."""
-        return self.count == "all" or group.members[0].role in _EXPERT_ROLES
+        return self.counts_linear(group.members[0])
+
+    def counts_linear(self, info: LinearInfo) -> bool:
+        """Whether a linear is counted."""
+        return self.count == "all" or info.role in _EXPERT_ROLES
 
     @cached_property
     def _layout(self) -> FileLayout:
@@ -114,9 +129,10 @@ class BitCosts:
             return option_bytes(info, scheme, self._layout)
         if self.kind == "bpw":
             return stored_bits(info, scheme)
-        return weight_bits(info, scheme) * self._weight(info)
+        return weight_bits(info, scheme) * self.weight(info)
 
-    def _weight(self, info: LinearInfo) -> int:
+    def weight(self, info: LinearInfo) -> int:
+        """How often a linear counts: once, or as often as tokens read it."""
         return self.visits.of(info) if self.kind == "active_bits" and self.visits is not None else 1
 
     @cached_property
@@ -132,7 +148,7 @@ class BitCosts:
             members: list[LinearInfo] = []
             for member in group.members:
                 name = member.name if self.kind == "size" else ""
-                key = (member.in_features, member.out_features, len(name), self._weight(member))
+                key = (member.in_features, member.out_features, len(name), self.weight(member))
                 shapes[key] = shapes.get(key, 0) + 1
                 if shapes[key] == 1:
                     members.append(member)
@@ -148,7 +164,7 @@ class BitCosts:
     def parameters(self) -> int:
         """What an average is divided by: weights, each times the tokens that read it for active bits."""
         return sum(
-            member.parameters * self._weight(member)
+            member.parameters * self.weight(member)
             for group in self.plan.groups
             if self.counts(group)
             for member in group.members

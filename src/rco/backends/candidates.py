@@ -139,7 +139,9 @@ def build_candidates(
         if settings.method == "gptq"
         else None
     )
-    grids = {option_label(width): Grid(width, plan.group_size, plan.symmetric) for width in plan.packed_widths}
+    grids = {
+        option_label(width): Grid(width, plan.group_size, plan.symmetric) for width in plan.packed_widths
+    }
     for index, group in enumerate(groups):
         if index not in missing:
             continue

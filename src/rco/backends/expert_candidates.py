@@ -1,4 +1,4 @@
-"""Packed candidates for the experts of a layer: each expert by its own Hessian, all of them stacked in one weight."""
+"""Packed candidates for the experts of a layer: each expert by its own Hessian, all stacked in one weight."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rco.backends.plan import PRUNED, QuantizationPlan
 from rco.compressors.gptq import gptq
 from rco.compressors.grid import Grid, round_to_nearest
 from rco.compressors.packing import PackedWeight, stack_rows
@@ -16,7 +17,14 @@ from rco.models.moe import MoELayer
 from rco.models.moe_hessians import ExpertHessians
 from rco.models.moe_linears import ExpertLinear, original_stacks
 
-__all__ = ["expert_layer_of", "packed_candidate", "quantize_experts", "quantize_matrix", "recorded"]
+__all__ = [
+    "expert_layer_of",
+    "kept_experts",
+    "packed_candidate",
+    "quantize_experts",
+    "quantize_matrix",
+    "recorded",
+]
 
 Options = dict[str, PackedWeight]
 Statistics = dict[str, dict[str, Any]]
@@ -51,7 +59,6 @@ def quantize_experts(
     """
     candidates: dict[str, Options] = {}
     statistics: dict[str, Statistics] = {}
-    prefix = f"{layer.name}.{layer.architecture.experts}"
     for name, stack in zip(("gate_up_proj", "down_proj"), original_stacks(layer), strict=True):
         matrices = None if hessians is None else hessians.matrices(down=name == "down_proj")
         parts: list[list[PackedWeight]] = []
@@ -59,12 +66,14 @@ def quantize_experts(
         for expert in range(layer.num_experts):
             weight = stack[expert].reshape(-1, stack.shape[3]).float()
             hessian = None if matrices is None else matrices[expert]
-            packed, error, share = quantize_matrix(weight, hessian, list(grids.values()), settings, storage_dtype)
+            packed, error, share = quantize_matrix(
+                weight, hessian, list(grids.values()), settings, storage_dtype
+            )
             parts.append(packed)
             errors.append(error)
             relative.append(share)
             on_expert()
-        key = f"{prefix}.{name}"
+        key = f"{layer.experts_name}.{name}"
         candidates[key] = {
             label: stack_rows([packed[k] for packed in parts]) for k, label in enumerate(grids)
         }
@@ -97,7 +106,9 @@ def quantize_matrix(
     return result.candidates, result.errors.tolist(), result.relative_errors.tolist()
 
 
-def packed_candidate(packed: Mapping[str, Mapping[str, PackedWeight]], info: LinearInfo, label: str) -> PackedWeight:
+def packed_candidate(
+    packed: Mapping[str, Mapping[str, PackedWeight]], info: LinearInfo, label: str
+) -> PackedWeight:
     """One linear's candidate; an expert's is cut out of its layer's stack."""
     if not isinstance(info, ExpertLinear):
         return packed[info.name][label]
@@ -106,8 +117,24 @@ def packed_candidate(packed: Mapping[str, Mapping[str, PackedWeight]], info: Lin
     return packed[info.stored_in][label].rows(start, start + info.out_features)
 
 
-def recorded(statistics: Callable[[str, str], dict[str, Any]], info: LinearInfo, label: str, key: str) -> float:
+def recorded(
+    statistics: Callable[[str, str], dict[str, Any]], info: LinearInfo, label: str, key: str
+) -> float:
     """A statistic of one linear. Gate and up were quantized as one matrix: its number stands with the gate."""
     if not isinstance(info, ExpertLinear):
         return float(statistics(info.name, label)[key])
     return 0.0 if info.projection == "up" else float(statistics(info.stored_in, label)[key][info.expert])
+
+
+def kept_experts(plan: QuantizationPlan, choices: Mapping[str, int]) -> dict[int, list[int]]:
+    """Sparse layer -> the experts that stay, for the layers that lose some; ``choices`` are widths by linear."""
+    kept: dict[int, list[int]] = {}
+    pruned: set[int] = set()
+    for info in plan.experts:
+        if info.projection != "gate":
+            continue
+        if choices[info.name] == PRUNED:
+            pruned.add(info.layer.index)
+        else:
+            kept.setdefault(info.layer.index, []).append(info.expert)
+    return {layer: kept.get(layer, []) for layer in sorted(pruned)}

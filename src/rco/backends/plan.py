@@ -7,7 +7,7 @@ what a search returns is what the engine loads.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -149,6 +149,7 @@ def make_plan(
     ties: Sequence[str] = (),
     experts: ExpertGroups | None = None,
     allow_prune: bool = False,
+    protected: Mapping[int, Collection[int]] | None = None,
 ) -> QuantizationPlan:
     """Turn what the user asked for into groups.
 
@@ -164,7 +165,9 @@ def make_plan(
         skips: Regexes or roles: matching linears are left alone and outside the budget.
         ties: Comma-separated kinds, e.g. ``q_proj,k_proj,v_proj``, that share a width within a block.
         experts: What shares a width among experts; None: an expert's matrices, or what the preset needs.
-        allow_prune: 0 bits is an option of every expert.
+        allow_prune: 0 bits is an option of every expert that is not protected.
+        protected: Sparse layer -> experts that are never pruned: at least as many as its router picks, so that
+            whatever a search does the router has its choice. None: the first ones.
     """
     if serve not in PRESETS:
         raise ValueError(f"Unknown preset {serve!r}; --serve takes {', '.join(PRESETS)}.")
@@ -207,11 +210,23 @@ def make_plan(
                 f"{', '.join(m.name for m in members)} share one width, but are locked to {sorted(allowed)}; "
                 "lock them alike or drop the tie."
             )
-        prunable = allow_prune and all(member.role == EXPERT_ROLE for member in members)
+        prunable = allow_prune and all(_prunable(member, protected) for member in members)
         offered = (PRUNED, *widths) if prunable else widths
         groups.append(Group(_group_name(members), tuple(members), tuple(allowed) or offered))
     every = tuple(sorted({width for group in groups for width in group.widths} | set(widths)))
     return QuantizationPlan(tuple(groups), every, group_size, symmetric, preset, tuple(skipped))
+
+
+def _prunable(info: LinearInfo, protected: Mapping[int, Collection[int]] | None) -> bool:
+    if not isinstance(info, ExpertLinear):
+        return False
+    layer = info.layer
+    kept = range(layer.top_k) if protected is None else protected[layer.index]
+    if len(kept) < layer.top_k:
+        raise ValueError(
+            f"{layer.name} picks {layer.top_k} experts per token, so that many must be protected; got {len(kept)}."
+        )
+    return info.expert not in kept
 
 
 def _expert_groups(
@@ -221,7 +236,9 @@ def _expert_groups(
     if asked is not None and asked not in get_args(ExpertGroups):
         raise ValueError(f"--expert-groups takes {', '.join(get_args(ExpertGroups))}, got {asked!r}.")
     if (asked is not None or allow_prune) and not sparse:
-        raise ValueError("The model has no experts: leave out --expert-groups, --per-projection and --allow-prune.")
+        raise ValueError(
+            "The model has no experts: leave out --expert-groups, --per-projection and --allow-prune."
+        )
     # Every grouping lists those that an engine which needs it also loads.
     coarser: dict[ExpertGroups, tuple[ExpertGroups, ...]] = {
         "expert": ("expert", "projection", "layer", "layer-projection"),
@@ -232,12 +249,13 @@ def _expert_groups(
     groups = preset.experts if asked is None else asked
     if groups not in coarser[preset.experts]:
         raise ValueError(
-            f"--serve {preset.name} loads experts grouped by {' or '.join(coarser[preset.experts])}, not by {groups}."
+            f"--serve {preset.name} loads experts grouped by {' or '.join(coarser[preset.experts])}, not by "
+            f"{groups}."
         )
     if allow_prune and groups != "expert":
         raise ValueError(
-            f"--allow-prune takes experts out one by one, so that each needs a width of its own; experts are grouped "
-            f"by {groups} here. Leave out --per-projection, or use --serve any."
+            "--allow-prune takes experts out one by one, so that each needs a width of its own; experts are "
+            f"grouped by {groups} here. Leave out --per-projection, or use --serve any."
         )
     return groups
 
@@ -382,5 +400,5 @@ def _expert_group_name(members: Sequence[ExpertLinear]) -> str:
     own = dict(zip(("gate", "up", "down"), layer.architecture.projections, strict=True))
     part = "" if len(kinds) == len(own) else "." + "+".join(own[kind] for kind in kinds)
     if len(numbers) == 1:
-        return f"{layer.stored_prefix}.{members[0].expert}{part}"
-    return f"{layer.stored_prefix}{'.*' if part else ''}{part}"
+        return f"{layer.experts_name}.{members[0].expert}{part}"
+    return f"{layer.experts_name}{'.*' if part else ''}{part}"

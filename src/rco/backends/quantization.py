@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +23,7 @@ from rco.backends.candidates import (
     candidate_identity,
     option_label,
 )
-from rco.backends.expert_candidates import packed_candidate, recorded
+from rco.backends.expert_candidates import kept_experts, packed_candidate, recorded
 from rco.backends.objective import LanguageModelObjective, LossKind, Reference
 from rco.backends.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
 from rco.backends.switched import SwitchedModel, switched_model
@@ -32,12 +34,29 @@ from rco.losses import Head
 from rco.models.gating import checkpointed_blocks
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
-from rco.models.moe_linears import model_linears, sparse_layers
+from rco.models.moe_linears import ExpertLinear, model_linears, sparse_layers
+from rco.models.moe_prune import prune_experts
 from rco.models.moe_scores import count_visits
 from rco.models.precision import computing_in, default_compute_dtype
 from rco.store import CandidateStore
 
-__all__ = ["QuantizationBackend"]
+__all__ = ["QuantizationBackend", "routing_visits"]
+
+_ROUTING_BATCH = 8  # sequences at a time
+
+
+def routing_visits(
+    loaded: LoadedModel, calibration: CalibrationSet, compute_dtype: torch.dtype | None = None
+) -> Visits | None:
+    """How often every expert is routed to; None for a model without experts."""
+    if not sparse_layers(loaded.model):
+        return None
+    dtype = compute_dtype or default_compute_dtype(loaded.device, loaded.dtype)
+    with computing_in(loaded.model, dtype):
+        counts = count_visits(
+            loaded.model, ((part.tokens, part.mask) for part in calibration.batches(_ROUTING_BATCH))
+        )
+    return Visits(int(calibration.mask.sum()), dict(enumerate(counts)))
 
 
 class QuantizationBackend(Backend):
@@ -134,13 +153,8 @@ class QuantizationBackend(Backend):
 
     def look_at_routing(self, calibration: CalibrationSet) -> None:
         """Count how often every expert is routed to; nothing for a model without experts."""
-        if self.visits is None and sparse_layers(self.loaded.model):
-            with computing_in(self.loaded.model, self.compute_dtype):
-                counts = count_visits(
-                    self.loaded.model,
-                    ((part.tokens, part.mask) for part in calibration.batches(self.settings.batch_size)),
-                )
-            self.visits = Visits(int(calibration.mask.sum()), dict(enumerate(counts)))
+        if self.visits is None:
+            self.visits = routing_visits(self.loaded, calibration, self.compute_dtype)
 
     # -------------------------------------------------------------- candidates
 
@@ -236,6 +250,7 @@ class QuantizationBackend(Backend):
             switched = stack.enter_context(self.switchable())
             # Read before any gate is set; its weight stays the full model's own.
             full = self.full_head()
+
             def make(
                 data: CalibrationSet, reference: Reference | None, held_back: LanguageModelObjective | None
             ) -> LanguageModelObjective:
@@ -290,6 +305,45 @@ class QuantizationBackend(Backend):
             for info in self.plan.linears
             if choices[info.name] not in (LEAVE_ALONE, PRUNED)
         }
+
+    def written_names(self, allocation: Allocation) -> dict[str, LinearInfo]:
+        """The linears that are in the checkpoint: all that are planned, but for pruned experts.
+
+        Experts that follow a pruned one have moved up.
+        """
+        choices = self.choice_of(allocation)
+        kept = kept_experts(self.plan, choices)
+        found: dict[str, LinearInfo] = {}
+        for info in self.plan.linears:
+            if choices[info.name] == PRUNED:
+                continue
+            name = info.name
+            if isinstance(info, ExpertLinear) and info.layer.index in kept:
+                name = info.renumbered(kept[info.layer.index].index(info.expert))
+            found[name] = info
+        return found
+
+    def deployed(self, allocation: Allocation) -> tuple[LoadedModel, dict[str, PackedWeight]]:
+        """What is exported: the model without its pruned experts, and the packed weights by their names there."""
+        weights, written = self.weights_of(allocation), self.written_names(allocation)
+        kept = kept_experts(self.plan, self.choice_of(allocation))
+        named = {name: weights[info.name] for name, info in written.items() if info.name in weights}
+        if not kept:
+            return self.loaded, named
+        masks = []
+        for layer in sparse_layers(self.loaded.model):
+            mask = torch.ones(layer.num_experts, dtype=torch.bool)
+            if layer.index in kept:
+                mask = torch.zeros_like(mask).index_fill_(0, torch.tensor(kept[layer.index]), True)
+            masks.append(mask)
+        return replace(self.loaded, model=prune_experts(self.loaded.model, masks)), named
+
+    def average_width(self, allocation: Allocation) -> Fraction:
+        """Mean bits of the counted weights; pruned ones count as 0 bits."""
+        counted, choices = self.costs("bits"), self.choice_of(allocation)
+        linears = [info for info in self.plan.linears if counted.counts_linear(info)]
+        total = sum(choices[info.name] * info.parameters for info in linears)
+        return Fraction(total, sum(info.parameters for info in linears))
 
     @contextmanager
     def apply(self, allocation: Allocation) -> Iterator[LoadedModel]:

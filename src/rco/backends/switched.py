@@ -81,7 +81,9 @@ def switched_model(
             if isinstance(info, ExpertLinear):
                 index = info.layer.index
                 layers[index] = info.layer
-                places = expert_rows.setdefault(index, np.full((info.layer.num_experts, 3), -1, dtype=np.int64))
+                places = expert_rows.setdefault(
+                    index, np.full((info.layer.num_experts, 3), -1, dtype=np.int64)
+                )
                 places[info.expert, _PARTS[info.projection]] = row
             else:
                 options = _options(packed[info.name], columns)
@@ -91,8 +93,8 @@ def switched_model(
     experts = {
         index: ExpertOptions(
             layer,
-            _options(packed[f"{layer.name}.{layer.architecture.experts}.gate_up_proj"], columns),
-            _options(packed[f"{layer.name}.{layer.architecture.experts}.down_proj"], columns),
+            _options(packed[f"{layer.experts_name}.gate_up_proj"], columns),
+            _options(packed[f"{layer.experts_name}.down_proj"], columns),
             pruned=pruned,
         )
         for index, layer in layers.items()

@@ -191,6 +191,13 @@ def _put_in_place(work: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def stock_name(cls: type) -> str:
+    """The name of a model's class in transformers; classes made here are subclasses of it."""
+    return next(
+        (base.__name__ for base in cls.__mro__ if base.__module__.startswith("transformers.")), cls.__name__
+    )
+
+
 def write_companions(loaded: LoadedModel, folder: Path, changes: Mapping[str, Any]) -> None:
     """Write all that is not weights: config, generation config, tokenizer, the model's own code.
 
@@ -201,7 +208,7 @@ def write_companions(loaded: LoadedModel, folder: Path, changes: Mapping[str, An
     """
     model: Any = loaded.model
     config = deepcopy(model.config)
-    config.architectures = [type(model).__name__]
+    config.architectures = [stock_name(type(model))]
     config.save_pretrained(folder)
     path = folder / "config.json"
     content = json.loads(path.read_text(encoding="utf-8"))

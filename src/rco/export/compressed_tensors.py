@@ -7,7 +7,7 @@ targets, so that no program has to interpret a pattern. Linears left alone are o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,9 +18,11 @@ from rco.backends.accounting import DENSE, Scheme, allocation_tensors, distinct_
 from rco.compressors.packing import PackedWeight, pack
 from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
 from rco.export.engines import validate_for_engine
+from rco.export.expert_code import separate_experts_fields, write_expert_code
 from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
+from rco.models.moe_linears import ExpertLinear, model_linears
 
 __all__ = ["CompressedTensorsExporter", "check_exportable", "quantization_config", "zero_point_tensor"]
 
@@ -64,7 +66,7 @@ class CompressedTensorsExporter:
             raise ExportError(
                 f"The model is in {loaded.dtype} and dtype={dtype} was asked for; load it in the type to export."
             )
-        linears = loaded.layout.linears(loaded.model, include_head=True)
+        linears = _linears(loaded, weights)
         schemes = {name: scheme_of(packed) for name, packed in weights.items()}
         check_exportable(linears, schemes)
         by_name = {info.name: info for info in linears}
@@ -77,7 +79,10 @@ class CompressedTensorsExporter:
             linear, _, suffix = stored.rpartition(".weight_")
             if linear in weights and suffix in _PARTS:
                 return _PARTS[suffix](weights[linear])
-            return _in_memory(stored, state[stored], loaded)
+            if stored in state:
+                return _in_memory(stored, state[stored], loaded)
+            # One of several that the model keeps stacked.
+            return by_name[stored.removesuffix(".weight")].weight
 
         quantization = quantization_config(loaded, schemes)
         described = {"model_type": loaded.layout.model_type, "quantization_config": quantization}
@@ -91,13 +96,26 @@ class CompressedTensorsExporter:
         if any(by_name[name].tied for name in weights):
             # The output layer becomes a tensor of its own beside the embedding.
             changes["tie_word_embeddings"] = False
+        sparse = any(isinstance(info, ExpertLinear) for info in linears)
+        if sparse:
+            changes.update(separate_experts_fields(loaded.model))
         needed = expected_bytes(tensors, max_shard_size)
         with atomic_folder(out, overwrite=overwrite, needed_bytes=needed) as folder:
             write_checkpoint(folder, tensors, fetch, max_shard_size)
             total = verify_checkpoint(folder, tensors)
             write_companions(loaded, folder, changes)
+            if sparse:
+                write_expert_code(loaded.model, folder)
             files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
         return ExportSummary(self.name, Path(out), files, {spec.name: spec.nbytes for spec in tensors}, total)
+
+
+def _linears(loaded: LoadedModel, quantized: Collection[str]) -> list[LinearInfo]:
+    """The model's linears; experts one by one only if some of them are quantized."""
+    plain = loaded.layout.linears(loaded.model, include_head=True)
+    if {info.name for info in plain}.issuperset(quantized):
+        return plain
+    return model_linears(loaded.layout, loaded.model, include_head=True)
 
 
 def check_exportable(linears: Iterable[LinearInfo], schemes: Mapping[str, Scheme | Iterable[Scheme]]) -> None:
@@ -179,7 +197,8 @@ def _in_memory(name: str, value: Tensor, loaded: LoadedModel) -> Tensor:
 def quantization_config(loaded: LoadedModel, schemes: Mapping[str, Scheme]) -> dict[str, Any] | None:
     """The ``quantization_config`` for linears with these schemes; None if all are left alone."""
     groups: dict[Scheme, list[str]] = {}
-    for info in loaded.layout.linears(loaded.model, include_head=True):
+    linears = _linears(loaded, schemes)
+    for info in linears:
         scheme = schemes.get(info.name, DENSE).on(info.in_features)
         if not scheme.dense:
             groups.setdefault(scheme, []).append(info.name)
@@ -193,7 +212,7 @@ def quantization_config(loaded: LoadedModel, schemes: Mapping[str, Scheme]) -> d
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
-        "ignore": _ignored(loaded.model, {name for names in groups.values() for name in names}),
+        "ignore": _ignored(loaded.model, linears, {name for names in groups.values() for name in names}),
         "config_groups": {
             f"group_{index}": {
                 "targets": groups[scheme],
@@ -214,12 +233,16 @@ def quantization_config(loaded: LoadedModel, schemes: Mapping[str, Scheme]) -> d
     }
 
 
-def _ignored(model: nn.Module, quantized: set[str]) -> list[str]:
+def _ignored(model: nn.Module, linears: Iterable[LinearInfo], quantized: set[str]) -> list[str]:
     """Every layer an engine might quantize and must not.
 
     vLLM stops at a linear that neither a target nor this list names; it builds routers as linears, and
     experts that transformers keeps as one three-dimensional parameter as one linear each.
     """
+    experts: dict[str, list[str]] = {}
+    for info in linears:
+        if isinstance(info, ExpertLinear):
+            experts.setdefault(info.layer.experts_name, []).append(info.name)
     ignored: list[str] = []
     for name, module in model.named_modules():
         if name in quantized or isinstance(module, nn.Embedding):
@@ -228,5 +251,7 @@ def _ignored(model: nn.Module, quantized: set[str]) -> list[str]:
         if "weight" in own and own["weight"].ndim == 2:
             ignored.append(name)
         elif any(value.ndim == 3 for value in own.values()):
-            ignored.append(f"re:^{re.escape(name)}\\..*")
+            left = [part for part in experts.get(name, ()) if part not in quantized]
+            whole = len(left) == len(experts.get(name, ()))
+            ignored += [f"re:^{re.escape(name)}\\..*"] if whole else left
     return ignored

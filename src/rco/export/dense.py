@@ -5,7 +5,8 @@ It is as large as the original, and loads wherever the original loads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,8 +19,11 @@ from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_s
 from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
+from rco.models.moe_linears import ExpertLinear, model_linears
 
 __all__ = ["DenseExporter"]
+
+_EXPERT = re.compile(r"\.(\d+)\.[^.]+\.experts\.(\d+)\.(\w+)\.weight$")
 
 
 class DenseExporter:
@@ -51,10 +55,14 @@ class DenseExporter:
             ExportError: The folder cannot be written, or a weight fits no linear.
         """
         loaded = resolve_source(source)
-        linears = {info.name: info for info in loaded.layout.linears(loaded.model, include_head=True)}
+        listed = model_linears(loaded.layout, loaded.model, include_head=True)
+        linears = {info.name: info for info in listed}
         _check_names(weights, linears)
         tied = [name for name in weights if linears[name].tied]
-        state, places = _checkpoint_state(loaded, weights.keys() - set(tied))
+        experts = {name: linears[name] for name in weights if isinstance(linears[name], ExpertLinear)}
+        state, places = _checkpoint_state(loaded, weights.keys() - set(tied) - experts.keys())
+        places.update(_expert_places(state, [info for info in listed if isinstance(info, ExpertLinear)]))
+        stacked = {info.stored_in for info in experts.values()} & state.keys()
         for name in tied:
             places[f"{name}.weight"] = name
             state[f"{name}.weight"] = linears[name].weight
@@ -65,7 +73,10 @@ class DenseExporter:
             return dtype if dtype is not None and tensor.dtype == kept else tensor.dtype
 
         def fetch(stored: str) -> Tensor:
-            if stored not in places:
+            if stored in stacked:
+                members = [info for info in experts.values() if info.stored_in == stored]
+                return _filled_stack(state[stored], members, weights).to(target(state[stored]))
+            if stored not in places or places[stored] not in weights:
                 return state[stored].to(target(state[stored]))
             info, packed = linears[places[stored]], weights[places[stored]]
             dense = packed.dequantize().to(target(state[stored]))
@@ -123,3 +134,28 @@ def _checkpoint_state(loaded: LoadedModel, replaced: set[str]) -> tuple[dict[str
             f"{min(lost)} is stored merged with other weights, which this format cannot write yet."
         )
     return stored, places
+
+
+def _expert_places(state: Mapping[str, Tensor], experts: Sequence[ExpertLinear]) -> dict[str, str]:
+    """Which tensors of a checkpoint are which expert's; a block may have another name there than in the model."""
+    known = {(info.block, info.expert, info.name.rpartition(".")[2]): info.name for info in experts}
+    places = {}
+    for key in state:
+        match = _EXPERT.search(key)
+        if match is not None:
+            block, expert, projection = int(match[1]), int(match[2]), match[3]
+            name = known.get((block, expert, projection))
+            if name is not None:
+                places[key] = name
+    return places
+
+
+def _filled_stack(
+    original: Tensor, members: Sequence[LinearInfo], weights: Mapping[str, PackedWeight]
+) -> Tensor:
+    """A stacked tensor with some of its matrices replaced, for checkpoints that keep experts stacked."""
+    result = original.clone()
+    for info in members:
+        assert isinstance(info, ExpertLinear)
+        info.place(result).copy_(weights[info.name].dequantize())
+    return result

@@ -12,7 +12,6 @@ Three shapes, from the most to the least portable:
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import shutil
@@ -27,8 +26,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rco.export.expert_code import carry_code, stock_class
 from rco.models.loading import without_progress_bars
-from rco.models.moe import moe_architecture, moe_layers
+from rco.models.moe import moe_layers
 from rco.models.moe_prune import keep_plan, pad_experts, prune_experts
 from rco.models.remote_code import modeling_pruned_experts as remote
 from rco.models.remote_code.modeling_pruned_experts import pruned_class
@@ -113,29 +113,15 @@ def load_pruned(path: str | Path, **kwargs: Any) -> nn.Module:
     if not getattr(text, "num_experts_per_layer", None):
         model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
         return model.eval()
-    cls: Any = pruned_class(_stock_class(config))
+    cls: Any = pruned_class(stock_class(config))
     model = cls.from_pretrained(path, config=config, **kwargs)
     return model.eval()
 
 
-def _stock_class(config: Any) -> type:
-    module, _, name = moe_architecture(config).causal_lm.partition(":")
-    cls: type = getattr(import_module(module), name)
-    return cls
-
-
 def _write_remote_code(model: Any, folder: Path) -> None:
     """Put the modeling file into the checkpoint and point the configuration at it."""
-    stock = _stock_class(model.config)
-    module_name = remote.__name__.rpartition(".")[2]
-    source = inspect.getsource(remote)
-    source += (
-        f"\n\nfrom {stock.__module__} import {stock.__name__}  # noqa: E402\n\n\n"
-        f"class Pruned{stock.__name__}(PrunedExpertsMixin, {stock.__name__}):\n"
-        f'    """{stock.__name__} whose layers keep different numbers of experts."""\n'
-    )
-    (folder / f"{module_name}.py").write_text(source)
-    model.config.auto_map = {"AutoModelForCausalLM": f"{module_name}.Pruned{stock.__name__}"}
+    name = carry_code(remote, stock_class(model.config), "Pruned", ["PrunedExpertsMixin"], folder)
+    model.config.auto_map = {"AutoModelForCausalLM": name}
 
 
 @contextmanager

@@ -291,15 +291,24 @@ def _from_pretrained(folder: Path, label: str, **keywords: Any) -> nn.Module:
 
 
 def _model_class(folder: Path, transformers: Any) -> Any:
-    """The class to load with: the stock one, or for experts listed per layer the one that cuts layers to size."""
+    """The class to load with: the stock one, or the one that builds experts as the configuration asks for.
+
+    Experts that are listed per layer are cut to size, those of a precision of their own are built separately. A
+    checkpoint carries the same code, which is not run here.
+    """
     config = read_config(folder) if (folder / "config.json").is_file() else {}
-    if not (config.get("text_config") or config).get("num_experts_per_layer"):
+    text = config.get("text_config") or config
+    listed, separate = text.get("num_experts_per_layer"), text.get("separate_experts")
+    if not listed and not separate:
         return transformers.AutoModelForCausalLM
     from rco.models.moe import MOE_ARCHITECTURES
     from rco.models.remote_code.modeling_pruned_experts import pruned_class
+    from rco.models.remote_code.modeling_unfused_experts import unfused_class
 
     module, _, name = MOE_ARCHITECTURES[str(config["model_type"])].causal_lm.partition(":")
-    return pruned_class(getattr(importlib.import_module(module), name))
+    cls = getattr(importlib.import_module(module), name)
+    cls = pruned_class(cls) if listed else cls
+    return unfused_class(cls) if separate else cls
 
 
 def _load_tokenizer(folder: Path, label: str, **keywords: Any) -> Any:

@@ -50,7 +50,6 @@ class MoEArchitecture:
         float32_router: The router multiplies in float32 whatever the model's dtype.
         always_renormalises: Selected weights are made to sum to one without a configuration switch.
         casts_weights: Routing weights return to the model's dtype before they meet the experts.
-        stored_block: What checkpoints call the sparse block where the module has another name.
         projections: What checkpoints call the gate, up and down projection of an expert.
         interleaved: Rows of gate and up projection alternate in the stacked tensor, instead of following each
             other.
@@ -67,7 +66,6 @@ class MoEArchitecture:
     float32_router: bool = False
     always_renormalises: bool = False
     casts_weights: bool = True
-    stored_block: str | None = None
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     interleaved: bool = False
 
@@ -89,6 +87,8 @@ def _row(name: str, camel: str, count: str, **extra: Any) -> MoEArchitecture:
 
 
 _QWEN_SHARED = {"shared": "shared_expert", "shared_gate": "shared_expert_gate"}
+_MIXTRAL = {"always_renormalises": True, "casts_weights": False, "projections": ("w1", "w3", "w2")}
+_GPT_OSS = {"routing": "topk_softmax", "router": "router", "interleaved": True}
 _FLOAT32 = {"shared": "shared_experts", "float32_router": True, "casts_weights": False}
 
 MOE_ARCHITECTURES: dict[str, MoEArchitecture] = {
@@ -98,17 +98,11 @@ MOE_ARCHITECTURES: dict[str, MoEArchitecture] = {
         _row("qwen2_moe", "Qwen2Moe", "num_experts", **_QWEN_SHARED),
         _row("qwen3_moe", "Qwen3Moe", "num_experts"),
         _row("qwen3_next", "Qwen3Next", "num_experts", **_QWEN_SHARED),
-        _row(
-            "mixtral", "Mixtral", "num_local_experts", always_renormalises=True, casts_weights=False,
-            stored_block="block_sparse_moe", projections=("w1", "w3", "w2"),
-        ),  # fmt: skip
+        _row("mixtral", "Mixtral", "num_local_experts", **_MIXTRAL),
         _row("deepseek_v2", "DeepseekV2", "n_routed_experts", **_FLOAT32),
         _row("deepseek_v3", "DeepseekV3", "n_routed_experts", routing="sigmoid_topk", **_FLOAT32),
         _row("glm4_moe", "Glm4Moe", "n_routed_experts", routing="sigmoid_topk", **_FLOAT32),
-        _row(
-            "gpt_oss", "GptOss", "num_local_experts", routing="topk_softmax", router="router",
-            interleaved=True,
-        ),  # fmt: skip
+        _row("gpt_oss", "GptOss", "num_local_experts", **_GPT_OSS),
     )
 }
 
@@ -150,11 +144,9 @@ class MoELayer:
         return self.architecture.routing
 
     @property
-    def stored_prefix(self) -> str:
-        """What a checkpoint's names of this layer's experts begin with: ``model.layers.3.mlp.experts``."""
-        row = self.architecture
-        parent, _, own = self.name.rpartition(".")
-        return f"{parent}.{row.stored_block or own}.{row.experts}"
+    def experts_name(self) -> str:
+        """Module path of the experts, which the names of their matrices begin with."""
+        return f"{self.name}.{self.architecture.experts}"
 
     @property
     def shared(self) -> nn.Module | None:

@@ -153,7 +153,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """``left.T @ right`` of each run of rows, (experts, left width, right width): gradients of the experts' weights.
+    """``left.T @ right`` of each run of rows, (experts, left width, right width): gradients of experts' weights.
 
     Runs without rows are left undefined on devices whose kernel does not touch them.
     """

@@ -1,9 +1,9 @@
 """Input statistics of every expert of a layer, from the tokens that are routed to it.
 
-An expert that few tokens visit would be quantized to fit those few. Experts are therefore topped up: in each batch an
-expert with fewer tokens than its share of a minimum also sees the tokens that came closest to being sent to it, by the
-router's own score. What the expert would make of them is computed as if they had been, so that its down projection
-has inputs as well. How many tokens were added is kept, for the report.
+An expert that few tokens visit would be quantized to fit those few. Experts are therefore topped up: in each batch
+an expert with fewer tokens than its share of a minimum also sees the tokens that came closest to being sent to it,
+by the router's own score. What the expert would make of them is computed as if they had been, so that its down
+projection has inputs as well. How many tokens were added is kept, for the report.
 """
 
 from __future__ import annotations

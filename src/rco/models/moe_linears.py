@@ -47,8 +47,16 @@ class ExpertLinear(LinearInfo):
     @property
     def weight(self) -> Tensor:
         """The weight as (out_features, in_features); a view of the stacked tensor."""
-        up, down = original_stacks(self.layer)
-        return down[self.expert, 0] if self.projection == "down" else up[self.expert, self.part]
+        experts: Any = self.layer.experts
+        return self.place((experts.down_proj if self.projection == "down" else experts.gate_up_proj).detach())
+
+    def place(self, stacked: Tensor) -> Tensor:
+        """Where it is in a tensor of its layer's stacked matrices: a view (out_features, in_features)."""
+        return _matrices(self.layer, stacked, self.projection == "down")[self.expert, self.part]
+
+    def renumbered(self, number: int) -> str:
+        """Its name as another expert of its layer."""
+        return f"{self.layer.experts_name}.{number}.{self.name.rpartition('.')[2]}"
 
     @property
     def part(self) -> int:
@@ -59,7 +67,7 @@ class ExpertLinear(LinearInfo):
     def stored_in(self) -> str:
         """Entry of the state dict that holds the stacked tensor."""
         tensor = "down_proj" if self.projection == "down" else "gate_up_proj"
-        return f"{self.layer.name}.{self.layer.architecture.experts}.{tensor}"
+        return f"{self.layer.experts_name}.{tensor}"
 
 
 def sparse_layers(model: nn.Module) -> list[MoELayer]:
@@ -78,11 +86,19 @@ def original_stacks(layer: MoELayer) -> tuple[Tensor, Tensor]:
             "transformers (without remote code), which keeps them as stacked tensors."
         )
     up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
-    if getattr(experts, "is_transposed", False):
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    inner = up.shape[1] // 2
-    parts = up.unflatten(1, (inner, 2)).transpose(1, 2) if layer.architecture.interleaved else None
-    return (up.unflatten(1, (2, inner)) if parts is None else parts), down.unsqueeze(1)
+    return _matrices(layer, up, False), _matrices(layer, down, True)
+
+
+def _matrices(layer: MoELayer, stacked: Tensor, down: bool) -> Tensor:
+    """A stacked parameter as (experts, parts, out, in), whichever way the architecture keeps it."""
+    if getattr(layer.experts, "is_transposed", False):
+        stacked = stacked.transpose(1, 2)
+    if down:
+        return stacked.unsqueeze(1)
+    count, rows, columns = stacked.shape
+    if layer.architecture.interleaved:
+        return stacked.view(count, rows // 2, 2, columns).transpose(1, 2)
+    return stacked.view(count, 2, rows // 2, columns)
 
 
 def expert_linears(layer: MoELayer) -> list[ExpertLinear]:
@@ -96,16 +112,26 @@ def expert_linears(layer: MoELayer) -> list[ExpertLinear]:
             rows, columns = (down if projection == "down" else up).shape[2:]
             found.append(
                 ExpertLinear(
-                    f"{layer.stored_prefix}.{expert}.{own}", layer.experts, f"experts.{own}", EXPERT_ROLE,
-                    layer.decoder_index, f"{inside}.{expert}.{own}", columns, rows, False, has_bias,
-                    layer=layer, expert=expert, projection=projection,
-                )  # fmt: skip
+                    name=f"{layer.experts_name}.{expert}.{own}",
+                    module=layer.experts,
+                    kind=f"experts.{own}",
+                    role=EXPERT_ROLE,
+                    block=layer.decoder_index,
+                    path=f"{inside}.{expert}.{own}",
+                    in_features=columns,
+                    out_features=rows,
+                    transposed=False,
+                    bias=has_bias,
+                    layer=layer,
+                    expert=expert,
+                    projection=projection,
+                )
             )
     return found
 
 
 def model_linears(layout: Layout, model: nn.Module, *, include_head: bool = False) -> list[LinearInfo]:
-    """Every linear of a model, block by block, the experts of a sparse layer after the other linears of its block."""
+    """Every linear of a model, block by block, the experts of a sparse layer after the others of its block."""
     linears = layout.linears(model, include_head=include_head)
     layers = {layer.decoder_index: layer for layer in sparse_layers(model)}
     if not layers:
@@ -117,4 +143,3 @@ def model_linears(layout: Layout, model: nn.Module, *, include_head: bool = Fals
         blocks.setdefault(block, []).extend(expert_linears(layer))
     numbers = sorted(block for block in blocks if block is not None)
     return [info for block in numbers for info in blocks[block]] + blocks.get(None, [])
-

@@ -1,9 +1,9 @@
-"""Experts that can be any one of K compressed versions of themselves, each its own, with a gradient for every option.
+"""Experts that can each be any one of K compressed versions of themselves, with a gradient for every option.
 
 A layer's experts are two stacks of matrices: gate and up below each other, and down. Every option is one packed
-weight for a whole stack, so that a layer of hundreds of experts decodes in one pass per option and multiplies in one
-grouped product. The gradients ``G`` of the experts' weights are formed once, stacked as well, and meet all options in
-their packed form: ``<G, W_k>`` for every expert, projection and option in one pass over ``G``.
+weight for a whole stack, so that a layer of hundreds of experts decodes in one pass per option and multiplies in
+one grouped product. The gradients ``G`` of the experts' weights are formed once, stacked as well, and meet all
+options in their packed form: ``<G, W_k>`` for every expert, projection and option in one pass over ``G``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class ExpertOptions:
                     )
         if len(self.up) != len(self.down) or not self.up:
             raise ValueError(
-                f"Up and down projections need the same options, at least one; got {len(self.up)} and {len(self.down)}."
+                f"Up and down projections need the same options, at least one; got {len(self.up)} and "
+                f"{len(self.down)}."
             )
 
     @property
@@ -78,7 +79,7 @@ class ExpertOptions:
         return self._own.up.device
 
     def decode(self, choices: NDArray[np.int64]) -> ExpertWeights:
-        """The weights with each expert's gate, up and down at their options; valid until the buffer is used again."""
+        """The weights with every gate, up and down at its option; valid until the buffer is used again."""
         up, down = original_stacks(self.layer)
         dense = []
         for slot, (options, stack, chosen) in enumerate(
@@ -207,7 +208,9 @@ class SwitchableExperts:
             rows = self._rows[layer.index]
             picked = chosen[rows]
             if (picked < 0).any():
-                raise ValueError(f"{options.layer.name} would need a mixture of options, which experts do not offer.")
+                raise ValueError(
+                    f"{options.layer.name} needs one option per expert, not a mixture of options."
+                )
             own: Tensor | None = None
             if gates.requires_grad:
                 if options.device not in placed:
@@ -216,7 +219,7 @@ class SwitchableExperts:
                 own = placed[options.device][torch.from_numpy(rows).to(options.device)]
             asked = (True,) * options.num_options
             if wanted is not None:
-                asked = tuple(wanted[np.unique(rows)].any(axis=0).tolist())
+                asked = tuple(np.atleast_1d(wanted[np.unique(rows)].any(axis=0)).tolist())
             self._handle.use_options(layer.index, SelectedExperts(options, picked, own, asked))
             if options.pruned is None:
                 keep.append(torch.ones(layer.num_experts, dtype=gates.dtype))

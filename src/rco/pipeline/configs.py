@@ -28,13 +28,24 @@ class QuantizeConfig:
     size: str | None = setting(
         None, help="Bytes of the whole checkpoint on disk, e.g. 3.1GB.", panel="Budget"
     )
+    active_bits: str | None = setting(
+        None, help="Average width of what a token reads: experts count by how often they are chosen.",
+        panel="Budget",
+    )  # fmt: skip
+    count: Literal["all", "experts"] = setting(
+        "all",
+        help="What --bits and --bpw average over: all that is quantized, or experts alone.",
+        panel="Budget",
+    )
 
     out: Path | None = setting(None, help="Folder of the run; default runs/MODEL-BUDGET.", panel="Output")
     format: Literal["compressed-tensors", "dense", "none"] = setting(
         "compressed-tensors", help="Format of the checkpoint.", panel="Output"
     )
     serve: str = setting(
-        "any", help="Engine the checkpoint is for: any, transformers, vllm, vllm-marlin.", panel="Output"
+        "any",
+        help="Engine the checkpoint is for: any, transformers, vllm, vllm-marlin, llamacpp.",
+        panel="Output",
     )
     store: Path | None = setting(
         None, help="Folder of the candidates; runs may share one. Default: inside the run.", panel="Output"
@@ -57,12 +68,33 @@ class QuantizeConfig:
     damp: float = setting(0.01, help="Share of the mean diagonal added to the Hessian.", panel="Candidates")
     act_order: bool = setting(False, help="Quantize columns by activation size.", panel="Candidates")
     sweeps: int = setting(4, help="Passes of coordinate descent on the codes after GPTQ.", panel="Candidates")
-    lock: list[str] = setting([], help="REGEX=WIDTH, repeatable.", panel="Candidates")
+    lock: list[str] = setting(
+        [], help="REGEX=WIDTH or ROLE=WIDTH (attention, mlp, experts, shared_expert), repeatable.",
+        panel="Candidates",
+    )  # fmt: skip
     skip: list[str] = setting(
-        [], help="REGEX of linears to leave alone and outside the budget.", panel="Candidates"
+        [], help="REGEX or role of linears to leave alone and outside the budget.", panel="Candidates"
     )
     tie: list[str] = setting(
         [], help="Kinds that share a width in a block, e.g. q_proj,k_proj.", panel="Candidates"
+    )
+
+    expert_groups: Literal["expert", "projection", "layer", "layer-projection"] | None = setting(
+        None, help="What shares a width among experts; default: each expert, or what --serve needs.",
+        panel="Experts",
+    )  # fmt: skip
+    per_projection: bool = setting(
+        False,
+        help="Short for --expert-groups projection: an expert's gate and up, and its down.",
+        panel="Experts",
+    )
+    allow_prune: bool = setting(
+        False, help="0 bits is an option of an expert: it is pruned and routed around.", panel="Experts"
+    )
+    expert_tokens: int = setting(
+        256,
+        help="Least tokens an expert is fitted to; below, the likeliest others are added.",
+        panel="Experts",
     )
 
     data: str = setting("builtin", help="Calibration text: files, names, mixtures a+b.", panel="Data")

@@ -44,9 +44,7 @@ class Judge:
             with backend.apply(allocation):
                 states = ReferenceStates.compute(loaded, self._data, batch_size=self._batch_size)
             divergence = measure_divergence(states, reference, self._data, batch_size=self._batch_size)
-            widths = backend.choice_of(allocation)
-            counts = {info.name: info.parameters for info in backend.plan.linears}
-            bits = sum(widths[n] * counts[n] for n in counts) / sum(counts.values())
+            bits = float(backend.average_width(allocation))
         perplexity = measure_perplexity(states, self._data, batch_size=self._batch_size)
         return {
             "name": name,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from rco import tables
 from rco.backends.base import Budget
+from rco.backends.bit_costs import most_visited
 from rco.backends.candidates import CandidateSettings
-from rco.backends.plan import LEAVE_ALONE, QuantizationPlan, make_plan
-from rco.backends.quantization import QuantizationBackend
+from rco.backends.plan import ExpertGroups, QuantizationPlan, make_plan
+from rco.backends.quantization import QuantizationBackend, routing_visits
 from rco.backends.sensitivity import curvature, fisher_differences, logits_from_losses, predicted_losses
 from rco.core.knapsack import solve_mckp
 from rco.core.problem import Allocation, AllocationProblem
@@ -33,9 +33,11 @@ from rco.export.compressed_tensors import check_exportable
 from rco.export.engines import validate_for_engine
 from rco.folders import atomic_path
 from rco.models.loading import LoadedModel, load_model
+from rco.models.moe_linears import model_linears, sparse_layers
 from rco.pipeline.common import make_searcher, run_search, slug, timed
 from rco.pipeline.configs import QuantizeConfig
 from rco.pipeline.estimate import Estimate, estimate
+from rco.pipeline.expert_widths import describe_experts
 from rco.pipeline.judge import Judge
 from rco.pipeline.progress import Progress, Silent
 from rco.report import build_report
@@ -70,11 +72,15 @@ class QuantizeOutcome:
 
 def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) -> Planned:
     """Load the model, form groups and problem, and refuse what cannot work, before anything expensive."""
-    budget = Budget.parse(bits=config.bits, bpw=config.bpw, size=config.size)
+    budget = Budget.parse(bits=config.bits, bpw=config.bpw, size=config.size, active_bits=config.active_bits)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    # Costs of active bits come from data, and so does what must not be pruned.
+    visits = None
+    if budget.kind == "active_bits" or config.allow_prune:
+        visits = routing_visits(loaded, _splits(config, loaded).search)
     plan = make_plan(
         loaded.layout,
-        loaded.layout.linears(loaded.model, include_head=True),
+        model_linears(loaded.layout, loaded.model, include_head=True),
         widths=_parse_widths(config.widths),
         group_size=config.group_size or None,
         symmetric=config.symmetric,
@@ -82,6 +88,9 @@ def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) 
         locks=config.lock,
         skips=config.skip,
         ties=config.tie,
+        experts=_expert_groups(config),
+        allow_prune=config.allow_prune,
+        protected=None if visits is None else most_visited(visits, sparse_layers(loaded.model)),
     )
     folder = config.out or Path("runs") / slug(f"{Path(config.model).name}-{budget.kind}-{_amount(config)}")
     backend = QuantizationBackend(
@@ -94,7 +103,10 @@ def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) 
             act_order=config.act_order,
             clip=config.clip,
             sweeps=config.sweeps,
+            expert_tokens=config.expert_tokens,
         ),
+        count=config.count,
+        visits=visits,
         loss=config.loss,
         top_k=config.top_k or None,
         batch_size=config.batch_size,
@@ -104,9 +116,8 @@ def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) 
     )
     problem = backend.problem(budget)
     if config.format == "compressed-tensors":
-        check_exportable(
-            plan.linears, {info.name: [backend.scheme(w) for w in plan.widths] for info in plan.linears}
-        )
+        schemes = [backend.scheme(width) for width in plan.packed_widths]
+        check_exportable(plan.linears, {info.name: schemes for info in plan.linears})
     tables.load(tables.METHODS, config.searcher, "method")
     return Planned(loaded, plan, backend, problem, budget, folder, estimate(loaded, plan, config))
 
@@ -119,17 +130,9 @@ def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Quanti
     open_run = RunDirectory.resume if config.resume else RunDirectory.create
     with open_run(planned.folder, config.identity()) as run:
         run.write_problem(planned.problem)
-        data = build_splits(
-            config.data,
-            planned.loaded.tokenizer,
-            search=config.sequences,
-            selection=config.selection,
-            evaluation=config.evaluation,
-            length=config.length,
-            seed=config.seed,
-            evaluation_spec=config.eval_data,
-        )
+        data = _splits(config, planned.loaded)
         with timed(run, "candidates"):
+            backend.look_at_routing(data.search)
             backend.prepare(data.search)
         differences = _sensitivities(config, backend, data, progress, run)
         sensitivities = predicted_losses(differences).numpy()
@@ -144,6 +147,19 @@ def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Quanti
 
 
 # ------------------------------------------------------------------------ stages
+
+
+def _splits(config: QuantizeConfig, loaded: LoadedModel) -> DataSplits:
+    return build_splits(
+        config.data,
+        loaded.tokenizer,
+        search=config.sequences,
+        selection=config.selection,
+        evaluation=config.evaluation,
+        length=config.length,
+        seed=config.seed,
+        evaluation_spec=config.eval_data,
+    )
 
 
 def _sensitivities(
@@ -243,24 +259,18 @@ def _allocations_to_judge(
 ) -> list[tuple[str, Allocation | None]]:
     problem, plan = planned.problem, planned.plan
     listed: list[tuple[str, Allocation | None]] = [("full model", None)]
-    parameters = sum(group.parameters for group in plan.groups)
-    average = (
-        sum(
-            plan.widths[k] * group.parameters for k, group in zip(result.allocation, plan.groups, strict=True)
-        )
-        / parameters
-    )
-    below = max((w for w in plan.widths if w <= average), default=plan.widths[0])
-    above = min((w for w in plan.widths if w > average), default=plan.widths[-1])
+    # The groups that had a choice: locked ones are no part of a uniform width.
+    free = [(k, g) for k, g in zip(result.allocation, plan.groups, strict=True) if len(g.widths) > 1]
+    parameters = sum(group.parameters for _, group in free) or 1
+    average = sum(plan.widths[k] * group.parameters for k, group in free) / parameters
+    packed = plan.packed_widths
+    below = max((w for w in packed if w <= average), default=packed[0])
+    above = min((w for w in packed if w > average), default=packed[-1])
     for width in dict.fromkeys((below, above)):
-        if width != LEAVE_ALONE:
-            choices = np.array(
-                [
-                    plan.widths.index(width if width in group.widths else group.widths[0])
-                    for group in plan.groups
-                ]
-            )
-            listed.append((f"uniform {width}", problem.allocation(choices)))
+        choices = np.array(
+            [plan.widths.index(width if width in group.widths else group.widths[0]) for group in plan.groups]
+        )
+        listed.append((f"uniform {width}", problem.allocation(choices)))
     interpolation = spend(problem, uniform_allocation(problem), layer_order(problem))
     listed.append(("uniform interpolation", problem.allocation(interpolation)))
     proxy = solve_mckp(-sensitivities, problem)
@@ -282,9 +292,8 @@ def _export(
     count = progress.stage("export")
     count(0, 1)
     with timed(run, "export"):
-        summary = exporter.export(
-            planned.loaded, planned.backend.weights_of(result.allocation), target, overwrite=True
-        )
+        source, weights = planned.backend.deployed(result.allocation)
+        summary = exporter.export(source, weights, target, overwrite=True)
     found: dict[str, Any] = {"export": summary.to_json()}
     if config.format == "compressed-tensors":
         found["certificate"] = _certify(planned, result, target)
@@ -303,15 +312,20 @@ def _export(
 def _certify(planned: Planned, result: SearchResult, folder: Path) -> dict[str, Any]:
     """The budget, counted once more from the headers of what was written."""
     size = checkpoint_size(folder)
-    bits = average_bits(folder, [info.name for info in planned.plan.linears])
-    used = {"bits": bits["weight_bits"], "bpw": bits["stored_bits"], "size": size["bytes"]}[
-        planned.budget.kind
-    ]
-    allowed = (
-        planned.budget.amount
-        if planned.budget.kind == "size"
-        else planned.budget.amount * sum(group.parameters for group in planned.plan.groups)
-    )
+    backend, kind = planned.backend, planned.budget.kind
+    written = backend.written_names(result.allocation)
+    bits = average_bits(folder, list(written))
+    counted = backend.costs(kind)
+    if kind == "size":
+        used, allowed = size["bytes"], planned.budget.amount
+    else:
+        entry = "stored_bits" if kind == "bpw" else "weight_bits"
+        used = sum(
+            bits["tensors"][name][entry] * counted.weight(member)
+            for name, member in written.items()
+            if counted.counts_linear(member)
+        )
+        allowed = counted.total(planned.budget.amount)
     if used > allowed:
         raise RuntimeError(
             f"Internal error: the checkpoint takes {used:,} where {planned.budget} allow {float(allowed):,.0f}; "
@@ -333,12 +347,10 @@ def _describe(
     config: QuantizeConfig, planned: Planned, result: SearchResult, sensitivities: np.ndarray
 ) -> dict[str, Any]:
     plan, problem, backend = planned.plan, planned.problem, planned.backend
-    parameters = sum(group.parameters for group in plan.groups)
-    choices = backend.choice_of(result.allocation)
     relative = backend.relative_errors().numpy()
-    bits = Fraction(sum(choices[info.name] * info.parameters for info in plan.linears), parameters)
+    bits = backend.average_width(result.allocation)
     low, high = backend.budget_range(planned.budget.kind)
-    unit = "bytes" if planned.budget.kind == "size" else "bits"
+    unit = {"size": "bytes", "active_bits": "bits x tokens"}.get(planned.budget.kind, "bits")
     labels = [str(width) for width in plan.widths]
     return {
         "kind": "quantization",
@@ -360,7 +372,9 @@ def _describe(
             "range": [low, high],
             "average_bits": float(bits),
             "average_bits_exact": str(bits),
+            "counted_over": backend.costs(planned.budget.kind).count,
         },
+        **describe_experts(backend, result.allocation),
         "groups": [
             {
                 "name": group.name,
@@ -384,5 +398,13 @@ def _parse_widths(text: str) -> Sequence[int]:
         raise ValueError(f"--widths is a list such as 2,3,4,8,16, got {text!r}.") from None
 
 
+def _expert_groups(config: QuantizeConfig) -> ExpertGroups | None:
+    if config.per_projection and config.expert_groups not in (None, "projection"):
+        raise ValueError(
+            f"--per-projection contradicts --expert-groups {config.expert_groups}; give one of them."
+        )
+    return "projection" if config.per_projection else config.expert_groups
+
+
 def _amount(config: QuantizeConfig) -> str:
-    return str(next(v for v in (config.bits, config.bpw, config.size) if v is not None))
+    return str(next(v for v in (config.bits, config.bpw, config.size, config.active_bits) if v is not None))

@@ -1,0 +1,69 @@
+"""The modeling code that a checkpoint carries when its experts are not what the stock model can hold."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rco.models.moe import moe_architecture
+from rco.models.remote_code import modeling_pruned_experts, modeling_unfused_experts
+
+__all__ = ["carry_code", "separate_experts_fields", "stock_class", "write_expert_code"]
+
+
+def stock_class(config: Any) -> type:
+    """The class of transformers for a configuration."""
+    module, _, name = moe_architecture(config).causal_lm.partition(":")
+    cls: type = getattr(import_module(module), name)
+    return cls
+
+
+def separate_experts_fields(model: nn.Module) -> dict[str, Any]:
+    """What the configuration of a model with experts of different precision says beyond the stock one."""
+    stock = stock_class(model.config)
+    return {
+        "separate_experts": True,
+        "auto_map": {
+            "AutoModelForCausalLM": f"{_module_name(modeling_unfused_experts)}.Unfused{stock.__name__}"
+        },
+    }
+
+
+def write_expert_code(model: nn.Module, folder: Path) -> None:
+    """Put the modeling file for separate experts into a checkpoint; layers of different size bring theirs along."""
+    stock = stock_class(model.config)
+    text = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    bases, imports = ["UnfusedExpertsMixin"], ""
+    if (text.get("text_config") or text).get("num_experts_per_layer"):
+        own = _module_name(modeling_pruned_experts)
+        (folder / f"{own}.py").write_text(inspect.getsource(modeling_pruned_experts), encoding="utf-8")
+        bases, imports = (
+            [*bases, "PrunedExpertsMixin"],
+            f"from .{own} import PrunedExpertsMixin  # noqa: E402\n",
+        )
+    carry_code(modeling_unfused_experts, stock, "Unfused", bases, folder, imports)
+
+
+def carry_code(
+    module: Any, stock: type, prefix: str, bases: Sequence[str], folder: Path, imports: str = ""
+) -> str:
+    """Write a modeling module with a subclass of the stock model at its end; returns ``module.class``."""
+    name = f"{prefix}{stock.__name__}"
+    source = inspect.getsource(module)
+    source += (
+        f"\n\nfrom {stock.__module__} import {stock.__name__}  # noqa: E402\n{imports}\n\n"
+        f"class {name}({', '.join([*bases, stock.__name__])}):\n"
+        f'    """{stock.__name__} with the experts of this checkpoint."""\n'
+    )
+    (folder / f"{_module_name(module)}.py").write_text(source, encoding="utf-8")
+    return f"{_module_name(module)}.{name}"
+
+
+def _module_name(module: Any) -> str:
+    return str(module.__name__).rpartition(".")[2]
