@@ -18,6 +18,7 @@ METHODS: dict[str, str] = {
     "evopress": "rco.baselines.evopress:EvoPress",
     "evoesap": "rco.baselines.evoesap:EvoESAP",
     "impq": "rco.baselines.impq:IMPQ",
+    "mxmoe": "rco.baselines.mxmoe:MxMoE",
     "higgs": "rco.baselines.higgs:HIGGS",
     "one-at-a-time": "rco.baselines.sensitivity:OneAtATime",
     "fisher": "rco.baselines.sensitivity:Fisher",

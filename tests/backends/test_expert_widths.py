@@ -9,6 +9,7 @@ import torch
 from rco.backends.base import Budget
 from rco.backends.bit_costs import BitCosts, Visits
 from rco.backends.candidates import CandidateSettings
+from rco.backends.expert_candidates import packed_candidate
 from rco.backends.plan import LEAVE_ALONE, PRUNED, make_plan
 from rco.backends.quantization import QuantizationBackend
 from rco.backends.sensitivity import fisher_differences
@@ -320,3 +321,46 @@ def test_routers_never_lose_too_many_experts(tmp_path):
             if getattr(g.members[0], "layer", None) is not None and g.members[0].layer.index == layer.index
         ]
         assert sum(PRUNED not in group.widths for group in members) >= layer.top_k
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v2"])
+def test_layer_errors_are_those_of_one_projection_at_a_time(name, tmp_path):
+    """Against the block's own output with that matrix replaced in the model."""
+    backend = make_backend(tmp_path, name=name, experts="projection", locks=LOCKS[name])
+    data = text(sequences=2)
+    backend.prepare(data)
+    table = backend.layer_errors(data)
+    layer = moe_layers(backend.loaded.model)[-1]
+    inputs = []
+    hook = layer.block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    backend.loaded.model(data.tokens)
+    hook.remove()
+    (hidden,) = inputs
+
+    def output():
+        result = layer.block(hidden)
+        result = result[0] if isinstance(result, tuple) else result
+        return result.reshape(-1, hidden.shape[-1])[data.mask.reshape(-1)]
+
+    expected, packed = output(), backend.packed()
+    rows = [i for i, g in enumerate(backend.plan.groups) if getattr(g.members[0], "layer", None) is not None]
+    rows = [i for i in rows if backend.plan.groups[i].members[0].layer.index == layer.index]
+    for row in rows[:4]:
+        norms = []
+        for member in backend.plan.groups[row].members:
+            before = member.weight.clone()
+            member.weight.copy_(packed_candidate(packed, member, "2").dequantize())
+            norms.append(float((output() - expected).norm()))
+            member.weight.copy_(before)
+        assert float(table[row, backend.plan.widths.index(2)]) == pytest.approx(
+            sum(norms), rel=1e-3, abs=1e-5
+        )
+    with pytest.raises(ValueError, match="other groups"):
+        make_backend(tmp_path / "other", name=name).layer_errors(data)
+
+
+LOCKS = {
+    "qwen3_moe": ["attention=16", "mlp=16"],
+    "gpt_oss": ["attention=16"],
+    "deepseek_v2": ["attention=16", "mlp=16", "shared_expert=16"],
+}

@@ -55,7 +55,12 @@ class LanguageModelObjective:
         top_k: Coarsen the KL to the reference's k likeliest tokens and one bucket for the rest.
         selection: The same on the held-back sequences.
         curvature: (N, K, K) second-order cost of a switch, if it is known.
+
+    Attributes:
+        layer_errors: (N, K) sensitivities of layers' outputs, where someone has measured them and set them here.
     """
+
+    layer_errors: Tensor
 
     def __init__(
         self,

@@ -199,6 +199,13 @@ def make_plan(
                     f"--serve {preset.name} merges {', '.join(names)} into one matrix: skip all of them or none, "
                     f"not {', '.join(left)} alone."
                 )
+    left_out = {i.layer.name for i in linears if isinstance(i, ExpertLinear) and i.name in set(skipped)}
+    torn = next((i for i in chosen if isinstance(i, ExpertLinear) and i.layer.name in left_out), None)
+    if torn is not None:
+        raise ValueError(
+            f"--skip leaves out some experts of {torn.layer.name} and not others: skip all of a layer, or lock "
+            "those to leave alone at 16 bits."
+        )
     if not chosen:
         raise ValueError("Every linear is skipped: nothing is left to quantize.")
     clusters = _clusters(layout, chosen, ties, fused=preset.fused, experts=experts)

@@ -16,7 +16,7 @@ from rco.models.moe import MoELayer
 from rco.models.moe_linears import ExpertLinear
 from rco.models.moe_switch import ExpertOptions, SwitchableExperts, switchable_experts
 
-__all__ = ["SwitchedModel", "switched_model"]
+__all__ = ["SwitchedModel", "expert_options", "switched_model"]
 
 _PARTS = {"gate": 0, "up": 1, "down": 2}
 
@@ -72,33 +72,12 @@ def switched_model(
     if original:
         wanted = np.concatenate([wanted, np.ones((len(wanted), 1), dtype=bool)], axis=1)
     modules, rows = {}, {}
-    layers: dict[int, MoELayer] = {}
-    expert_rows: dict[int, np.ndarray] = {}
     for row, group in enumerate(plan.groups):
-        if group.widths == (LEAVE_ALONE,):
-            continue
         for info in group.members:
-            if isinstance(info, ExpertLinear):
-                index = info.layer.index
-                layers[index] = info.layer
-                places = expert_rows.setdefault(
-                    index, np.full((info.layer.num_experts, 3), -1, dtype=np.int64)
-                )
-                places[info.expert, _PARTS[info.projection]] = row
-            else:
+            if group.widths != (LEAVE_ALONE,) and not isinstance(info, ExpertLinear):
                 options = _options(packed[info.name], columns)
                 modules[info.name], rows[info.name] = make_switchable(info.module, options), row
-    _fill_locked(plan, expert_rows)
-    pruned = columns.index(PRUNED) if PRUNED in columns else None
-    experts = {
-        index: ExpertOptions(
-            layer,
-            _options(packed[f"{layer.experts_name}.gate_up_proj"], columns),
-            _options(packed[f"{layer.experts_name}.down_proj"], columns),
-            pruned=pruned,
-        )
-        for index, layer in layers.items()
-    }
+    experts, expert_rows = expert_options(plan, packed, columns)
     with ExitStack() as stack:
         linears = stack.enter_context(switchable_model(model, modules))
         handle = None
@@ -107,14 +86,38 @@ def switched_model(
         yield SwitchedModel(linears, rows, handle, wanted)
 
 
+def expert_options(
+    plan: QuantizationPlan, packed: Mapping[str, Mapping[str, PackedWeight]], columns: Sequence[int]
+) -> tuple[dict[int, ExpertOptions], dict[int, np.ndarray]]:
+    """The experts of every sparse layer that has a choice, and the rows (experts, 3) of its gates.
+
+    Args:
+        plan: Groups and widths.
+        packed: Candidates as the store gives them.
+        columns: Width of every option.
+    """
+    layers: dict[int, MoELayer] = {}
+    rows: dict[int, np.ndarray] = {}
+    for row, group in enumerate(plan.groups):
+        for info in group.members:
+            if isinstance(info, ExpertLinear):
+                index, count = info.layer.index, info.layer.num_experts
+                places = rows.setdefault(index, np.full((count, 3), -1, dtype=np.int64))
+                places[info.expert, _PARTS[info.projection]] = row
+                if group.widths != (LEAVE_ALONE,):
+                    layers[index] = info.layer
+    options = {
+        index: ExpertOptions(
+            layer,
+            _options(packed[f"{layer.experts_name}.gate_up_proj"], columns),
+            _options(packed[f"{layer.experts_name}.down_proj"], columns),
+            pruned=columns.index(PRUNED) if PRUNED in columns else None,
+        )
+        for index, layer in layers.items()
+    }
+    return options, {index: rows[index] for index in options}
+
+
 def _options(packed: Mapping[str, PackedWeight], columns: Sequence[int]) -> list[PackedWeight | None]:
     """One entry per column of the gates; None is the original weight, which also stands in for no weight at all."""
     return [None if width in (LEAVE_ALONE, PRUNED) else packed[option_label(width)] for width in columns]
-
-
-def _fill_locked(plan: QuantizationPlan, expert_rows: Mapping[int, np.ndarray]) -> None:
-    """Rows of experts that are locked at the original weights in a layer where others are not."""
-    for row, group in enumerate(plan.groups):
-        for info in group.members:
-            if isinstance(info, ExpertLinear) and info.layer.index in expert_rows:
-                expert_rows[info.layer.index][info.expert, _PARTS[info.projection]] = row

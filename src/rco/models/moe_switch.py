@@ -78,6 +78,11 @@ class ExpertOptions:
         """Where the layer is."""
         return self._own.up.device
 
+    def own(self) -> ExpertWeights:
+        """The layer's own weights, an expert's up below its gate."""
+        up, down = original_stacks(self.layer)
+        return self._arranged(up.flatten(1, 2), down.flatten(1, 2))
+
     def decode(self, choices: NDArray[np.int64]) -> ExpertWeights:
         """The weights with every gate, up and down at its option; valid until the buffer is used again."""
         up, down = original_stacks(self.layer)
@@ -92,11 +97,14 @@ class ExpertOptions:
             out = self.buffer.take((experts * parts * rows, columns), stack.dtype, stack.device, slot=slot)
             decode_segments(_filled(options, stack, chosen), np.ascontiguousarray(chosen).reshape(-1), out)
             dense.append(out.view(experts, parts * rows, columns))
-        own = self._own
-        interleaved = self.layer.architecture.interleaved
+        return self._arranged(*dense)
+
+    def _arranged(self, up: Tensor, down: Tensor) -> ExpertWeights:
+        """Stacks (experts, out, in) as weights that multiply from the right, biases and activation to match."""
+        own, interleaved = self._own, self.layer.architecture.interleaved
         return ExpertWeights(
-            dense[0].transpose(1, 2),
-            dense[1].transpose(1, 2),
+            up.transpose(1, 2),
+            down.transpose(1, 2),
             _in_order(own.up_bias) if interleaved else own.up_bias,
             own.down_bias,
             (lambda both: own.activate(_alternating(both))) if interleaved else own.activate,

@@ -204,10 +204,15 @@ def _search(
 ) -> SearchResult:
     if run.finished:
         return run.result
+    layer_errors = None
+    if config.searcher == "mxmoe":
+        layer_errors = planned.backend.layer_errors(data.search.select(slice(0, config.sensitivity)))
     with (
         timed(run, "search"),
         planned.backend.objective(data.search, data.selection) as objective,
     ):
+        if layer_errors is not None:
+            objective.layer_errors = layer_errors
         prior = _prior(config, planned, sensitivities)
         return run_search(run, _searcher(config), planned.problem, objective, prior, progress)
 

@@ -1,0 +1,91 @@
+"""What rounding one projection of one expert does to the output of its layer, for all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rco.models.moe_experts import ExpertPairs, ExpertWeights, grouped_linear
+from rco.models.moe_routing import route
+from rco.models.moe_switch import ExpertOptions
+
+__all__ = ["layer_output_errors"]
+
+
+@torch.no_grad()
+def layer_output_errors(
+    model: nn.Module, options: Mapping[int, ExpertOptions], batches: Iterable[tuple[Tensor, Tensor]]
+) -> dict[int, Tensor]:
+    """Squared L2 norms of the change of a layer's output, by sparse layer: (experts, 3, K), float64.
+
+    One projection (gate, up or down) of one expert is at one of its options, everything else is the full model.
+    An expert changes its layer's output by its routing weight times the change of its own, so that one grouped
+    pass per projection and option serves every expert of a layer.
+
+    Args:
+        model: The full model.
+        options: Sparse layer -> its experts' options.
+        batches: Token ids (batch, length), and a mask of the same shape that says which tokens count.
+    """
+    totals = {
+        index: torch.zeros(layer.layer.num_experts, 3, layer.num_options, dtype=torch.float64)
+        for index, layer in options.items()
+    }
+    chosen = torch.zeros(0)
+    device = next(model.parameters()).device
+
+    def watch(index: int, layer: ExpertOptions) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def before_block(_: nn.Module, args: tuple[Any, ...]) -> None:
+            hidden = args[0].reshape(-1, args[0].shape[-1])[chosen]
+            totals[index] += _changes(layer, hidden).cpu()
+
+        return before_block
+
+    with ExitStack() as undo:
+        for index, layer in options.items():
+            undo.callback(layer.layer.block.register_forward_pre_hook(watch(index, layer)).remove)
+        for tokens, mask in batches:
+            chosen = mask.reshape(-1).to(device)
+            model(tokens.to(device), use_cache=False)
+    return totals
+
+
+def _changes(options: ExpertOptions, hidden: Tensor) -> Tensor:
+    """(experts, 3, K) squared norms on some tokens."""
+    layer = options.layer
+    routing = route(layer.rule, layer.logits(hidden), layer.correction)
+    pairs = ExpertPairs.build(routing.indices, layer.num_experts)
+    weight = routing.weights.reshape(-1)[pairs.order].double()
+    seen = hidden[pairs.tokens]
+    own = options.own()
+    rise = _rise(seen, pairs, own)
+    inner = own.activate(rise)
+    out = grouped_linear(inner, own.down, pairs.ends)
+    half = rise.shape[1] // 2
+    result = torch.zeros(layer.num_experts, 3, options.num_options, dtype=torch.float64, device=hidden.device)
+
+    def note(part: int, k: int, changed: Tensor) -> None:
+        squares = (changed - out).double().square().sum(dim=1) * weight.square()
+        result[:, part, k].index_add_(0, pairs.experts, squares)
+
+    for k in range(options.num_options):
+        if options.up[k] is None:
+            continue
+        rounded = options.decode(np.full((layer.num_experts, 3), k, dtype=np.int64))
+        moved = _rise(seen, pairs, rounded)
+        for part, columns in ((0, slice(0, half)), (1, slice(half, None))):
+            mixed = rise.clone()
+            mixed[:, columns] = moved[:, columns]
+            note(part, k, grouped_linear(own.activate(mixed), own.down, pairs.ends))
+        note(2, k, grouped_linear(inner, rounded.down, pairs.ends))
+    return result
+
+
+def _rise(seen: Tensor, pairs: ExpertPairs, weights: ExpertWeights) -> Tensor:
+    out = grouped_linear(seen, weights.up, pairs.ends)
+    return out if weights.up_bias is None else out + weights.up_bias[pairs.experts]
