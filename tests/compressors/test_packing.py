@@ -153,7 +153,9 @@ def test_inner_products_match_autograd_through_the_mixture(
         expected = (coarse.double() * stack).sum(dim=(1, 2))
         size = (coarse.double().abs() * stack.abs()).sum(dim=(1, 2)).clamp_min(1e-300)
         assert ((inner_products(coarse, options) - expected).abs() / size).max() < tolerance
-        assert ((packing._inner_products_torch(coarse, options, 1)[:, 0] - expected).abs() / size).max() < tolerance
+        assert (
+            (packing._inner_products_torch(coarse, options, 1)[:, 0] - expected).abs() / size
+        ).max() < tolerance
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:

@@ -17,6 +17,7 @@ from rco.report.data import (
     number,
     section,
 )
+from rco.report.expert_widths import expert_width_section
 from rco.report.experts import domain_matrix, expert_map, layer_table
 from rco.report.figures import convergence, quality_against_bits, sensitivity
 from rco.report.markup import Markup, element, fragment
@@ -43,6 +44,7 @@ def sections(run: RunData) -> list[Section]:
     makers: Sequence[tuple[str, str, Callable[[RunData], Markup | None]]] = (
         ("results", "Results", _results),
         ("bits", "Bits of every layer", _bits),
+        ("expert-widths", "Bits of every expert", expert_width_section),
         ("experts", "Experts kept", _experts),
         ("sensitivity", "Bits against sensitivity", _sensitivity),
         ("search", "Search", _search),

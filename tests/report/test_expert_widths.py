@@ -1,0 +1,47 @@
+"""The picture of experts' widths."""
+
+import re
+
+import pytest
+
+from rco.report.data import ReportError, RunData
+from rco.report.expert_widths import expert_width_layers, expert_width_section
+
+
+def make_run(**changes):
+    layers = [
+        {"layer": 0, "widths": [[2, 2, 2], [4, 4, 3], [0, 0, 0]], "frequency": [0.1, 0.6, 0.0]},
+        {"layer": 2, "widths": [[8, 8, 8], [2, 2, 2], [3, 3, 3]], "frequency": [0.3, 0.3, 0.3]},
+    ]
+    found = {"layers": layers, "minimum_tokens": 64, "topped_up": 1, "added_tokens": 12, **changes}
+    return RunData("run", metrics={"expert_widths": found})
+
+
+def test_every_expert_is_drawn_with_its_width_and_frequency():
+    page = str(expert_width_section(make_run()))
+    cells = {
+        class_: len(re.findall("M", d))
+        for d, class_ in re.findall(r'<path d="([^"]*)" class="cell (\w+)"', page)
+    }
+    # One cell per expert of one width, three for the one whose projections differ.
+    assert cells["w2"] == 2
+    assert cells["w4"] == 2
+    assert cells["w3"] == 2
+    assert cells["w8"] == 1
+    assert "Layer 0, expert 1: gate 4, up 4, down 3 bits, chosen by 60" in page
+    assert "Layer 0, expert 2: pruned" in page
+    assert "12 in all" in page
+    assert "1 expert of 6 saw fewer" in page
+    first, second = expert_width_layers(make_run())
+    assert first.mean == pytest.approx((6 + 11) / 9)
+    assert first.active_mean == pytest.approx((0.1 * 2 + 0.6 * 11 / 3) / 0.7)
+    assert second.mean == pytest.approx(13 / 3)
+    assert second.active_mean == pytest.approx(13 / 3)
+
+
+def test_nothing_is_drawn_without_experts_and_half_a_record_is_an_error():
+    assert expert_width_section(RunData("run")) is None
+    with pytest.raises(ReportError, match="needs layer, widths"):
+        expert_width_section(make_run(layers=[{"layer": 0}]))
+    with pytest.raises(ReportError, match="1 with a frequency"):
+        expert_width_section(make_run(layers=[{"layer": 0, "widths": [[2, 2, 2]] * 2, "frequency": [1.0]}]))
