@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rco.core.allocation import Allocation
 from rco.core.exact import ExactArray, exact_array, integer_array
+from rco.core.feasibility import InfeasibleBudgetError, check_budgets
 from rco.core.floors import Floors
 from rco.core.problem_input import (
     check_allowed,
@@ -38,10 +39,6 @@ from rco.core.problem_input import (
 __all__ = ["Allocation", "AllocationProblem", "Floors", "InfeasibleBudgetError", "ReducedCosts"]
 
 Sense = Literal["==", "<="]
-
-
-class InfeasibleBudgetError(ValueError):
-    """No assignment meets the budget; the message names the reachable range."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,7 @@ class AllocationProblem:
         self.floors = Floors.checked(floors, self.unit_costs, self.allowed)
         self._set_blocks(blocks)
         self._set_budgets(budget)
-        self._check_range()
+        check_budgets(self)
 
     # ------------------------------------------------------------------ shape
 
@@ -204,7 +201,7 @@ class AllocationProblem:
         )
 
     @cached_property
-    def _floored_range(self) -> tuple[list[int], list[int]]:
+    def floored_range(self) -> tuple[list[int], list[int]]:
         """As :attr:`unit_range`, with the floors in force."""
         low, high = self.unit_range
         if self.floors is None:
@@ -221,73 +218,11 @@ class AllocationProblem:
     @property
     def feasible_range(self) -> tuple[Any, Any]:
         """Lowest and highest reachable total cost (per budget, if there are several)."""
-        low, high = self._floored_range
+        low, high = self.floored_range
         return (
             self._per_budget([plain(Fraction(v, self.denominator)) for v in low]),
             self._per_budget([plain(Fraction(v, self.denominator)) for v in high]),
         )
-
-    def _budget_name(self, j: int) -> str:
-        if self.block_ids is not None:
-            return f"the budget of block {self.block_ids[j]!r}"
-        return "the budget" if self.num_joint == 1 else f"joint budget {j}"
-
-    def _check_range(self) -> None:
-        low, high = self._floored_range
-        for j, budget in enumerate(self.budgets):
-            lowest, highest = Fraction(low[j], self.denominator), Fraction(high[j], self.denominator)
-            reachable = f"reachable totals lie between {show(lowest)} and {show(highest)}"
-            if budget < lowest:
-                raise InfeasibleBudgetError(
-                    f"{self._budget_name(j)} is {show(budget)}, but {reachable}; raise it to at least "
-                    f"{show(lowest)}, or allow cheaper options."
-                )
-            if self.sense == "==" and lowest == highest:
-                raise ValueError(
-                    f"Under {self._budget_name(j)} every assignment costs the same ({show(lowest)}): all options "
-                    "of each group cost the same, so the expected cost is constant, its gradient vanishes and "
-                    'C = B is no surface to walk on. Give options of different cost, or use sense="<=" if the '
-                    "budget is not meant to decide anything."
-                )
-            if self.sense == "==" and budget > highest:
-                raise InfeasibleBudgetError(
-                    f"{self._budget_name(j)} is {show(budget)}, but {reachable}; lower it to at most "
-                    f'{show(highest)}, or use sense="<=" if it may be left unspent.'
-                )
-        if self.num_joint > 1:
-            self._check_joint()
-
-    def _check_joint(self) -> None:
-        """Whether the joint budgets can be met together, by the linear relaxation."""
-        from scipy.optimize import linprog
-        from scipy.sparse import csr_matrix, vstack
-
-        cells = np.flatnonzero(self.allowed)
-        rows = cells // self.num_options
-        matrix = self.float_costs.reshape(self.num_joint, -1)[:, cells]
-        budgets = np.array([float(b) for b in self.budgets])
-        scale = np.maximum(np.abs(matrix).max(axis=1), 1e-300)
-        choose_one = csr_matrix((np.ones(len(cells)), (rows, np.arange(len(cells)))))
-        totals, targets = csr_matrix(matrix / scale[:, None]), budgets / scale
-        # Under "==" the continuous iterate must be able to stand on every budget at once.
-        exact = self.sense == "=="
-        result = linprog(
-            np.zeros(len(cells)),
-            A_ub=None if exact else totals,
-            b_ub=None if exact else targets,
-            A_eq=vstack([choose_one, totals]) if exact else choose_one,
-            b_eq=np.concatenate([np.ones(self.num_groups), targets if exact else []]),
-            bounds=(0, None),
-            method="highs",
-            options={
-                "time_limit": 300.0
-            },  # any limit at all: without one this HiGHS takes minutes, with one a second
-        )
-        if result.status == 2:
-            raise InfeasibleBudgetError(
-                f"The {self.num_joint} joint budgets {[show(b) for b in self.budgets]} cannot be met together, "
-                f"although each lies in its own range {self.feasible_range}; raise some of them."
-            )
 
     def units(self, allocation: Any) -> list[int]:
         """Exact total cost of an allocation in units of 1/denominator, one integer per budget."""
