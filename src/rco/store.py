@@ -70,6 +70,7 @@ class CandidateStore:
         self.folder = folder
         self.manifest = manifest
         self._lock = FolderLock(folder)
+        self._owns_manifest = True
         self._files: dict[int, Any] = {}
         self._linears = self._index()
 
@@ -123,6 +124,13 @@ class CandidateStore:
             raise
         if store.complete:
             lock.release()
+        return store
+
+    @classmethod
+    def join(cls, folder: Path | str, manifest: Mapping[str, Any]) -> CandidateStore:
+        """The store that another process is filling, to write blocks for it; see :meth:`write_file`."""
+        store = cls(Path(folder), dict(manifest))
+        store._owns_manifest = False
         return store
 
     @classmethod
@@ -203,12 +211,29 @@ class CandidateStore:
         candidates: Mapping[str, Mapping[str, PackedWeight]],
         statistics: Statistics | None = None,
     ) -> None:
-        """Write one block's candidates and enter them in the manifest.
+        """Write one block's candidates and enter them in the manifest: :meth:`write_file`, then :meth:`enter`."""
+        self._lock.acquire()
+        try:
+            self.enter(index, self.write_file(index, candidates, statistics))
+        finally:
+            if self.complete:
+                self._lock.release()
+
+    def write_file(
+        self,
+        index: int,
+        candidates: Mapping[str, Mapping[str, PackedWeight]],
+        statistics: Statistics | None = None,
+    ) -> dict[str, Any]:
+        """Write one block's file without entering it; several processes may do so for different blocks.
 
         Args:
             index: Which block, 0 to the total less one.
             candidates: Linear -> option label -> packed weight.
             statistics: Linear -> option label -> numbers to keep, such as ``hessian_error`` and ``relative_error``.
+
+        Returns:
+            The block's entry in the manifest, for :meth:`enter`; JSON-ready.
 
         Raises:
             WriteError: The disk is full or the folder cannot be written to; the store is as it was before.
@@ -236,22 +261,28 @@ class CandidateStore:
                     "packed_bytes": weight.nbytes,
                     **as_json(dict(recorded)),
                 }
-        self._lock.acquire()
-        try:
-            self._enter(index, tensors, linears)
-        finally:
-            if self.complete:
-                self._lock.release()
-
-    def _enter(self, index: int, tensors: dict[str, Tensor], linears: dict[str, dict[str, Any]]) -> None:
         path = self.folder / f"block_{index:04d}.safetensors"
         self._write_file(path, index, tensors)
-        entry = {
+        return {
             "file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path), "linears": linears,
         }  # fmt: skip
+
+    def enter(self, index: int, entry: dict[str, Any]) -> None:
+        """Make a written block part of the store; a joined store leaves the file of the manifest to its owner.
+
+        Raises:
+            StoreError: The file is not there: another machine has written it to a disk of its own.
+        """
+        path = self.folder / entry["file"]
+        if not path.is_file() or path.stat().st_size != entry["bytes"]:
+            raise StoreError(
+                f"{path} was written by another process but is not here: put the candidates on a disk that all "
+                "machines of the job share (--store or --out)."
+            )
         blocks = {**self.manifest["blocks"], str(index): entry}
         manifest = {**self.manifest, "blocks": dict(sorted(blocks.items(), key=lambda item: int(item[0])))}
-        write_json_atomic(self.folder / _MANIFEST, manifest)
+        if self._owns_manifest:
+            write_json_atomic(self.folder / _MANIFEST, manifest)
         self.manifest = manifest
         self._linears = self._index()
         self._files.pop(index, None)
@@ -294,10 +325,13 @@ class CandidateStore:
         except (SafetensorError, ValueError) as error:
             raise self._corrupt(index, f"{linear} at {option}: {error}") from error
 
-    def load_all(self, device: torch.device | str = "cpu") -> dict[str, dict[str, PackedWeight]]:
-        """Every candidate on a device: linear -> option label -> packed weight."""
+    def load_all(
+        self, device: torch.device | str | Mapping[str, torch.device] = "cpu"
+    ) -> dict[str, dict[str, PackedWeight]]:
+        """Every candidate on a device, or on that of its linear: linear -> option label -> packed weight."""
+        place = device if isinstance(device, Mapping) else dict.fromkeys(self.linears, device)
         return {
-            linear: {option: self.load(linear, option).to(device) for option in options}
+            linear: {option: self.load(linear, option).to(place[linear]) for option in options}
             for linear, options in self.linears.items()
         }
 

@@ -21,6 +21,7 @@ from rco.compressors.grid import Grid
 from rco.compressors.hessian import HessianAccumulator
 from rco.compressors.packing import PackedWeight
 from rco.data.calibration import CalibrationSet
+from rco.distributed import Ranks
 from rco.models.capture import BlockInputs, linear_inputs
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
@@ -106,8 +107,12 @@ def build_candidates(
     settings: CandidateSettings,
     storage_dtype: torch.dtype,
     on_progress: Callable[[int, int], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Fill what the store is missing.
+
+    Every rank makes one of the next missing blocks and writes its file; all of them are entered in the store before
+    the blocks after those are begun.
 
     Args:
         loaded: The full model, computing in its present type.
@@ -117,17 +122,19 @@ def build_candidates(
         settings: How to quantize.
         storage_dtype: Type of the scales: the checkpoint's.
         on_progress: Called with (linears done, linears in all).
+        ranks: Who shares the work; all of them call this, with stores of the same content.
     """
+    ranks = ranks or Ranks()
     groups = blocks_of(plan)
-    missing = set(store.missing_blocks)
+    missing = store.missing_blocks
     total = sum(len(group) for group in groups)
-    done: float = sum(len(group) for index, group in enumerate(groups) if index not in missing)
+    done: float = total - sum(len(groups[index]) for index in missing)
 
     def advance(count: float) -> None:
         nonlocal done
         done += count
         if on_progress is not None:
-            on_progress(round(done), total)
+            on_progress(min(round(done), total), total)
 
     advance(0)
     if not missing:
@@ -142,9 +149,9 @@ def build_candidates(
     grids = {
         option_label(width): Grid(width, plan.group_size, plan.symmetric) for width in plan.packed_widths
     }
-    for index, group in enumerate(groups):
-        if index not in missing:
-            continue
+
+    def make(index: int, sharers: int) -> dict[str, Any]:
+        group = groups[index]
         linears = [info for info in group if not isinstance(info, ExpertLinear)]
         sparse = expert_layer_of(group)
         hessians: dict[str, HessianAccumulator] = {}
@@ -177,15 +184,28 @@ def build_candidates(
                 label: {"error": error, "relative_error": share}
                 for label, error, share in zip(grids, errors, relative, strict=True)
             }
-            advance(1)
+            advance(sharers)  # the other ranks are about as far
         if sparse is not None:
-            step = (len(group) - len(linears)) / (2 * sparse.num_experts)
+            step = sharers * (len(group) - len(linears)) / (2 * sparse.num_experts)
             stacks, found = quantize_experts(
                 sparse, experts, grids, settings.arguments(), storage_dtype, partial(advance, step)
             )
             candidates.update(stacks)
             statistics.update(found)
-        store.write_block(index, candidates, statistics)
+        return store.write_file(index, candidates, statistics)
+
+    for start in range(0, len(missing), ranks.count):
+        together = missing[start : start + ranks.count]
+        before = done
+
+        def share(mine: Sequence[int], blocks: Sequence[int] = together) -> list[dict[str, Any]]:
+            return [make(blocks[item], len(blocks)) for item in mine]
+
+        entries = ranks.map(share, len(together))
+        for index, entry in zip(together, entries, strict=True):
+            store.enter(index, entry)
+        done = before
+        advance(sum(len(groups[index]) for index in together))
 
 
 def _shared_inputs(loaded: LoadedModel, group: Sequence[LinearInfo]) -> dict[str, str]:
@@ -202,9 +222,10 @@ def _block_hessians(
     loaded: LoadedModel, inputs: BlockInputs, group: Sequence[LinearInfo], experts: ExpertHessians | None
 ) -> dict[str, HessianAccumulator]:
     source = _shared_inputs(loaded, group)
-    width = {info.path: info.in_features for info in group}
+    first = {info.path: info for info in group}
     accumulators = {
-        path: HessianAccumulator(width[path], device=loaded.device) for path in dict.fromkeys(source.values())
+        path: HessianAccumulator(first[path].in_features, device=first[path].weight.device)
+        for path in dict.fromkeys(source.values())
     }
     _, block = loaded.layout.blocks(loaded.model)[inputs.position]
 
@@ -224,7 +245,7 @@ def _block_hessians(
 def _head_hessian(
     loaded: LoadedModel, inputs: BlockInputs, head: LinearInfo
 ) -> dict[str, HessianAccumulator]:
-    accumulator = HessianAccumulator(head.in_features, device=loaded.device)
+    accumulator = HessianAccumulator(head.in_features, device=head.weight.device)
     for rows in inputs.finish():
         accumulator.add(rows)
     return {head.name: accumulator}

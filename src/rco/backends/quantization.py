@@ -30,6 +30,7 @@ from rco.backends.switched import SwitchedModel, expert_options, switched_model
 from rco.compressors.packing import PackedWeight
 from rco.core.problem import Allocation, AllocationProblem
 from rco.data.calibration import CalibrationSet
+from rco.distributed import Ranks
 from rco.losses import Head
 from rco.models.gating import checkpointed_blocks
 from rco.models.layout import LinearInfo
@@ -76,6 +77,8 @@ class QuantizationBackend(Backend):
         overwrite_store: Replace candidates of another identity instead of refusing.
         count: Over which linears a budget of bits is averaged: all that are quantized, or experts alone.
         visits: How often experts are routed to, if that is known already.
+        on_progress: Called with (linears done, all linears) while candidates are made.
+        ranks: Who shares the work on candidates and sensitivities.
     """
 
     name: ClassVar[str] = "quantization"
@@ -96,6 +99,7 @@ class QuantizationBackend(Backend):
         count: Count = "all",
         visits: Visits | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.loaded, self.plan, self.store_folder = loaded, plan, store_folder
         self.settings = settings if settings is not None else CandidateSettings()
@@ -108,6 +112,7 @@ class QuantizationBackend(Backend):
         self.visits = visits
         self._costs: dict[str, BitCosts] = {}
         self.on_progress = on_progress
+        self.ranks = ranks or Ranks()
         self.store: CandidateStore | None = None
         self._packed: dict[str, dict[str, PackedWeight]] | None = None
         self._prior: Tensor | None = None
@@ -162,9 +167,8 @@ class QuantizationBackend(Backend):
     def prepare(self, calibration: CalibrationSet) -> None:
         """Build the candidates that the store is missing."""
         identity = candidate_identity(self.loaded, self.plan, calibration, self.settings, self.storage_dtype)
-        store = CandidateStore.create_or_resume(
-            self.store_folder, identity, len(blocks_of(self.plan)), overwrite=self.overwrite_store
-        )
+        self.ranks.require_same("model, data or settings", identity)
+        store = self._shared_store(identity)
         try:
             with computing_in(self.loaded.model, self.compute_dtype), torch.no_grad():
                 build_candidates(
@@ -175,17 +179,32 @@ class QuantizationBackend(Backend):
                     self.settings,
                     self.storage_dtype,
                     self.on_progress,
+                    self.ranks,
                 )
         finally:
             store.close()
         self.store = store
 
+    def _shared_store(self, identity: dict[str, object]) -> CandidateStore:
+        """Rank 0's store, which keeps the manifest; the other ranks join it."""
+        if self.ranks.first:
+            store = CandidateStore.create_or_resume(
+                self.store_folder, identity, len(blocks_of(self.plan)), overwrite=self.overwrite_store
+            )
+            self.ranks.broadcast(store.manifest)
+            return store
+        return CandidateStore.join(self.store_folder, self.ranks.broadcast({}))
+
     def packed(self) -> Mapping[str, Mapping[str, PackedWeight]]:
-        """Every candidate on the model's device: linear -> width label -> packed weight."""
+        """Every candidate on its linear's device: linear -> width label -> packed weight."""
         if self.store is None:
             raise ValueError("The candidates have not been built: call prepare() first.")
         if self._packed is None:
-            self._packed = self.store.load_all(self.loaded.device)
+            places = {
+                info.stored_in if isinstance(info, ExpertLinear) else info.name: info.weight.device
+                for info in self.plan.linears
+            }
+            self._packed = self.store.load_all(places)
         return self._packed
 
     def relative_errors(self) -> Tensor:

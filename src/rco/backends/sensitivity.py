@@ -33,11 +33,10 @@ def fisher_differences(
     """(S, N, K): <G, W_k - W> of every sequence, G the gradient of its sampled log-likelihood, per root token."""
     loaded = backend.loaded
     count, original = len(backend.plan.groups), len(backend.plan.widths)
-    differences = torch.empty(len(calibration), count, original, dtype=torch.float64)
-    generator = torch.Generator(device=loaded.device).manual_seed(seed)
     with backend.switchable(original=True) as switched:
         full = backend.full_head()
-        for index in range(len(calibration)):
+
+        def difference(index: int) -> Tensor:
             tokens = calibration.tokens[index : index + 1].to(loaded.device)
             mask = calibration.mask[index : index + 1, :-1].to(loaded.device)
             gates = torch.zeros(count, original + 1, dtype=torch.float64)
@@ -45,15 +44,22 @@ def fisher_differences(
             gates.requires_grad_()
             switched.set_gates(gates)
             hidden = loaded.layout.final_hidden(loaded.model, tokens)[:, :-1]
+            # Every sequence has noise of its own, so that it does not matter who draws it.
+            noise = int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> 1)
+            generator = torch.Generator(device=loaded.device).manual_seed(noise)
             targets = _sample(hidden.detach()[0], full, generator)[None]
             head = backend.present_head()
             loss = chunked_cross_entropy(hidden, head, targets, mask, reduction="sum")
-            (gradient,) = torch.autograd.grad(loss, gates)
-            tokens_counted = max(int(mask.sum()), 1)
-            differences[index] = (gradient[:, :original] - gradient[:, original:]) / tokens_counted**0.5
+            gradient: Tensor = torch.autograd.grad(loss, gates)[0]
+            per_token: float = max(int(mask.sum()), 1) ** 0.5
             if on_progress is not None:
                 on_progress(index + 1, len(calibration))
-    return differences
+            return (gradient[:, :original] - gradient[:, original:]) / per_token
+
+        parts = backend.ranks.map(lambda mine: [difference(index) for index in mine], len(calibration))
+    if on_progress is not None:
+        on_progress(len(calibration), len(calibration))
+    return torch.stack(parts)
 
 
 def predicted_losses(differences: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rco.models.files import file_sha256, folder_fingerprint, read_config, weight_files
 from rco.models.layout import ARCHITECTURES, Layout, layout_for
+from rco.models.spread import Spread
 from rco.models.zoo import ModelError, builtin_models, find_builtin, near_matches
 
 __all__ = [
@@ -79,6 +80,7 @@ def load_model(
     device: str | torch.device | None = "cpu",
     trust_remote_code: bool = False,
     attention: str | None = None,
+    spread: Spread | None = None,
 ) -> LoadedModel:
     """Load a causal language model and its tokenizer.
 
@@ -89,6 +91,7 @@ def load_model(
         device: ``"cpu"``, ``"cuda"``, ``"mps"``; None picks the fastest there is.
         trust_remote_code: Let the checkpoint run its own Python code.
         attention: Attention implementation of transformers; None for its default (sdpa, else eager).
+        spread: Divide the model among several GPUs instead of putting it on ``device``.
 
     Raises:
         ModelError: The model cannot be found, read or used; the message says why and what to do.
@@ -108,14 +111,22 @@ def load_model(
         kept = _checkpoint_dtype(config, label)
     if attention is not None:
         keywords["attn_implementation"] = attention
+    if spread is not None:
+        keywords["device_map"] = spread.strategy
+        keywords["max_memory"] = spread.free_memory()
     chosen = kept if dtype == "auto" else _as_dtype(dtype)
     if gguf_file is not None:
         # Reading the file's metadata is slow, and every part would do it again to find the config.
         keywords["config"] = _transformers().AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
     model = _from_pretrained(folder, label, dtype=chosen, trust_remote_code=trust_remote_code, **keywords)
-    keywords.pop("attn_implementation", None)
+    for name in ("attn_implementation", "device_map", "max_memory"):
+        keywords.pop(name, None)
     tokenizer = _load_tokenizer(folder, label, trust_remote_code=trust_remote_code, **keywords)
-    model = model.to(target).eval().requires_grad_(False)
+    if spread is None:
+        model = model.to(target)
+    else:
+        spread.check(model, label)
+    model.eval().requires_grad_(False)
 
     def fingerprint() -> str:
         return file_sha256(files[0]) if gguf_file is not None else folder_fingerprint(folder, files)

@@ -1,0 +1,260 @@
+"""The processes that torchrun starts, as one team: a thin face on torch.distributed.
+
+Rank 0 runs the job; the other ranks wait for its calls and take their share of the work. What travels is small
+(gates, gradients, losses), so it goes over gloo between the hosts' memories, whatever device each rank computes on.
+Work is dealt out by number and its results are put back in that order, so nothing depends on how many ranks there
+are. Without torchrun there is one rank, which does everything and communicates with nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rco.core import evaluation
+from rco.core.evaluation import Request
+from rco.core.protocols import Objective, selection_objective
+
+__all__ = ["RankLostError", "Ranks", "SharedObjective", "is_first_rank", "join", "serve", "shared"]
+
+T = TypeVar("T")
+
+
+class RankLostError(ConnectionError):
+    """Another rank has failed, ended or not answered in time; the job cannot go on without it."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The team, seen from one of its members.
+
+    Attributes:
+        index: This rank.
+        count: All ranks.
+        local: This rank among those of its machine.
+        local_count: Ranks of this machine.
+    """
+
+    index: int = 0
+    count: int = 1
+    local: int = 0
+    local_count: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that runs the job, and the only one that writes and prints."""
+        return self.index == 0
+
+    def device(self, wanted: str | None, several: bool = False) -> str | None:
+        """The device this rank takes: a GPU of its own where any would do; with ``several``, the first of them."""
+        if self.count == 1 or wanted not in (None, "cuda") or not torch.cuda.is_available():
+            return wanted
+        there = torch.cuda.device_count()
+        if self.local_count > there:
+            raise ValueError(
+                f"{self.local_count} ranks on this machine, but {there} GPUs: start at most {there} with "
+                f"--nproc-per-node {there}, or give --device cpu."
+            )
+        mine = self.gpus[0] if several else self.local
+        torch.cuda.set_device(mine)
+        return f"cuda:{mine}"
+
+    @property
+    def gpus(self) -> range:
+        """This rank's part of the machine's GPUs, for a model that needs more than one."""
+        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return range(self.local * there // self.local_count, (self.local + 1) * there // self.local_count)
+
+    # ------------------------------------------------------------ all together
+
+    def broadcast(self, value: T) -> T:
+        """What rank 0 passes, at every rank; what the others pass is ignored."""
+        if self.count == 1:
+            return value
+        box = [value if self.first else None]
+        with _talking():
+            dist.broadcast_object_list(box, src=0)
+        return box[0]  # type: ignore[return-value]
+
+    def gather(self, function: Callable[[], T]) -> list[T]:
+        """Every rank's result, in the order of the ranks, at every rank; where one fails, all do."""
+        if self.count == 1:
+            return [function()]
+        try:
+            mine: tuple[T | None, str | None] = (function(), None)
+        except Exception as error:
+            self._exchange((None, f"{type(error).__name__}: {error}"))
+            raise
+        results = []
+        for rank, (result, failure) in enumerate(self._exchange(mine)):
+            if failure is not None:
+                raise RankLostError(f"Rank {rank} of {self.count} failed: {failure}")
+            results.append(result)
+        return results  # type: ignore[return-value]
+
+    def map(self, function: Callable[[Sequence[int]], Sequence[T]], items: int) -> list[T]:
+        """Results of all items, in their order, at every rank; ``function`` gets the numbers of a rank's items."""
+        shares = self.gather(lambda: list(function(range(self.index, items, self.count))))
+        return [shares[item % self.count][item // self.count] for item in range(items)]
+
+    def require_same(self, what: str, value: Any) -> None:
+        """An error unless all ranks pass the same value."""
+        values = self.gather(lambda: value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise ValueError(
+                    f"Rank {rank} has another {what} than rank 0: give all ranks the same command and files."
+                )
+
+    def _exchange(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.count
+        with _talking():
+            dist.all_gather_object(values, value)
+        return values
+
+    # ------------------------------------------------------------- call and follow
+
+    def call(self, task: str, *arguments: Any) -> None:
+        """Rank 0: let the others begin a task of :meth:`follow`; take part in it right after."""
+        self.broadcast((task, arguments))
+
+    def dismiss(self) -> None:
+        """Rank 0: the others are not needed any more."""
+        self.broadcast(None)
+
+    def follow(self, tasks: Mapping[str, Callable[..., object]]) -> None:
+        """The others: take part in what rank 0 calls for, until it dismisses them."""
+        while (called := self.broadcast(None)) is not None:
+            task, arguments = called
+            tasks[task](*arguments)
+
+
+def is_first_rank() -> bool:
+    """Whether this process may write and print: rank 0 of a torchrun, or any process without one."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@contextmanager
+def join(timeout: float = 30.0) -> Iterator[Ranks]:
+    """Meet the other ranks, if torchrun has started any, and part from them at the end.
+
+    Inside, a request to terminate (torchrun sends one to all ranks when one has died) is a :class:`RankLostError`.
+
+    Args:
+        timeout: Minutes after which a rank that does not answer is given up.
+    """
+    if not timeout > 0:
+        raise ValueError(f"The timeout must be positive, got {timeout} minutes.")
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Ranks()
+        return
+    with _talking():
+        dist.init_process_group("gloo", timeout=timedelta(minutes=timeout))
+    try:
+        with _termination_raises():
+            yield Ranks(
+                dist.get_rank(),
+                dist.get_world_size(),
+                int(os.environ.get("LOCAL_RANK", "0")),
+                int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            )
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _talking() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # how torch reports closed connections and timeouts
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RankLostError(
+            f"Another rank has ended or does not answer; its own message says why ({reason})."
+        ) from error
+
+
+@contextmanager
+def _termination_raises() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals
+        return
+
+    def lost(*_: object) -> None:
+        raise RankLostError("Asked to terminate: another rank has ended, or the job was stopped.")
+
+    before = signal.signal(signal.SIGTERM, lost)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# ---------------------------------------------------------------------- objectives
+
+
+class SharedObjective:
+    """Rank 0's face of an objective that every rank has: requests are answered by all of them.
+
+    Everything but the loss is the objective's own.
+    """
+
+    def __init__(self, objective: Objective, ranks: Ranks, held_back: bool = False) -> None:
+        self._objective, self._ranks, self._held_back = objective, ranks, held_back
+        self.num_batches = objective.num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._objective, name)
+
+    @property
+    def selection(self) -> SharedObjective:
+        """The held-back split, shared in the same way."""
+        return SharedObjective(selection_objective(self._objective), self._ranks, held_back=True)
+
+    def loss(self, gates: torch.Tensor, batch: int) -> torch.Tensor:
+        """A single loss; rank 0 computes it alone."""
+        return self._objective.loss(gates, batch)
+
+    def losses(self, requests: Sequence[Request]) -> list[float]:
+        """The loss of every request, without gradient."""
+        return self._ask("losses", requests)
+
+    def losses_and_gradients(self, requests: Sequence[Request]) -> list[tuple[float, torch.Tensor]]:
+        """The loss of every request and its gradient with respect to the gates."""
+        return self._ask("losses_and_gradients", requests)
+
+    def _ask(self, question: str, requests: Sequence[Request]) -> list[Any]:
+        plain = [(gates.detach(), batch) for gates, batch in requests]
+        self._ranks.broadcast((self._held_back, question, plain))
+        return _answer(self._objective, self._ranks, question, plain)
+
+
+def _answer(objective: Objective, ranks: Ranks, question: str, requests: Sequence[Request]) -> list[Any]:
+    ask: Callable[[Objective, Sequence[Request]], list[Any]] = getattr(evaluation, question)
+    return ranks.map(lambda mine: ask(objective, [requests[item] for item in mine]), len(requests))
+
+
+@contextmanager
+def shared(objective: Objective, ranks: Ranks) -> Iterator[Objective]:
+    """Rank 0: the objective, answered by all ranks; the others are in :func:`serve` meanwhile."""
+    if ranks.count == 1:
+        yield objective
+        return
+    yield SharedObjective(objective, ranks)
+    # Not after an error: the others notice that rank 0 is gone, and end with it.
+    ranks.broadcast(None)
+
+
+def serve(objective: Objective, ranks: Ranks) -> None:
+    """The others: answer what rank 0 asks of the objective, until it is done."""
+    while (asked := ranks.broadcast(None)) is not None:
+        held_back, question, requests = asked
+        _answer(selection_objective(objective) if held_back else objective, ranks, question, requests)

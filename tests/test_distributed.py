@@ -1,0 +1,103 @@
+"""Work spread over ranks gives what one process gives; a rank that fails or dies ends the job with a message."""
+
+import signal
+import time
+
+import pytest
+import rank_jobs
+from ranks import results, start_ranks
+
+from rco.distributed import Ranks, join, shared
+from rco.store import CandidateStore, StoreError
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return rank_jobs.search()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_search_is_bit_identical_on_any_number_of_ranks(alone, count):
+    first, *others = results(start_ranks(count, rank_jobs.search))
+    assert first == alone
+    assert others == [None] * (count - 1)
+
+
+def test_a_rank_that_dies_ends_the_job_and_leaves_a_checkpoint(alone, tmp_path):
+    state = tmp_path / "state.pt"
+    began = time.monotonic()
+    found = start_ranks(3, rank_jobs.search, 10, state)
+    assert time.monotonic() - began < 30  # noticed at once, not after the timeout
+    assert 2 not in found
+    for rank in (0, 1):
+        kind, message, _ = found[rank][1]
+        assert kind == "RankLostError"
+        assert "rank has ended" in message
+    resumed = start_ranks(2, rank_jobs.search, None, state, state)
+    assert results(resumed)[0] == alone
+
+
+def test_a_failure_is_told_to_all_with_its_rank():
+    found = start_ranks(3, rank_jobs.fail, 1)
+    assert found[1][1][:2] == ("ValueError", "no room on this device")
+    for rank in (0, 2):
+        assert found[rank][1][:2] == (
+            "RankLostError",
+            "Rank 1 of 3 failed: ValueError: no room on this device",
+        )
+
+
+@pytest.mark.parametrize("items", [0, 2, 7])
+def test_items_come_back_in_order_at_every_rank(items):
+    found = results(start_ranks(3, rank_jobs.collect, items))
+    for rank, (squares, told, done, refused) in enumerate(found):
+        assert squares == [item**2 for item in range(items)]
+        assert told == "from 0"
+        assert done == ([] if rank == 0 else [0, 1, 2])
+        assert "Rank 2 has another number than rank 0" in refused
+
+
+def test_a_rank_that_does_not_answer_is_given_up():
+    kind, message, _ = start_ranks(2, rank_jobs.hang)[0][1]
+    assert kind == "RankLostError"
+    assert "does not answer" in message
+
+
+def test_a_request_to_terminate_is_an_error_that_can_be_told():
+    before = signal.getsignal(signal.SIGTERM)
+    found = start_ranks(2, rank_jobs.terminated)
+    assert [found[rank][1][0] for rank in (0, 1)] == ["RankLostError"] * 2
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_one_process_needs_no_others():
+    with join() as ranks:
+        assert ranks == Ranks()
+        objective = rank_jobs.make_objective()
+        with shared(objective, ranks) as same:
+            assert same is objective
+        assert ranks.map(lambda mine: [item + 1 for item in mine], 3) == [1, 2, 3]
+        assert ranks.device("cuda") == "cuda"
+    with pytest.raises(ValueError, match="positive"), join(timeout=0):
+        pass
+
+
+def test_candidates_and_search_of_a_model_are_the_same_on_any_number_of_ranks(tmp_path):
+    files, differences, result = rank_jobs.quantize_in_memory(tmp_path / "alone")
+    for count in (2, 4):
+        found = results(start_ranks(count, rank_jobs.quantize_in_memory, tmp_path / str(count)))
+        assert [each[0] for each in found] == [files] * count
+        assert [each[1] for each in found] == [differences] * count
+        assert [each[2] for each in found] == [result] + [None] * (count - 1)
+        CandidateStore.open(tmp_path / str(count)).verify()
+
+
+def test_candidates_survive_the_death_of_rank_0(tmp_path):
+    found = start_ranks(2, rank_jobs.quantize_in_memory, tmp_path, 1)
+    assert 0 not in found
+    assert found[1][1][0] == "RankLostError"
+    with pytest.raises(StoreError, match="lacks 2 of 3 blocks"):
+        CandidateStore.open(tmp_path)
+    files, _, _ = results(start_ranks(2, rank_jobs.quantize_in_memory, tmp_path))[0]
+    assert sorted(files) == ["0", "1", "2"]
+    CandidateStore.open(tmp_path).verify()
