@@ -320,18 +320,3 @@ def test_hessian_accumulator_counts_masked_tokens_once() -> None:
     whole.add(inputs * torch.inf)
     with pytest.raises(ValueError, match="not finite"):
         whole.matrix()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("act_order", [False, True])
-def test_cuda_gives_the_codes_of_the_cpu(act_order: bool) -> None:
-    weight, hessian = layer(150, 200, 500)
-    grids = [Grid(bits, 64) for bits in range(2, 9)] + [Grid(3, None, True)]
-    here = gptq(weight, hessian, grids, act_order=act_order, sweeps=2)
-    there = gptq(weight.cuda(), hessian.cuda(), grids, act_order=act_order, sweeps=2)
-    for a, b in zip(here.candidates, there.candidates, strict=True):
-        assert b.device.type == "cuda"
-        assert torch.equal(a.codes(), b.codes().cpu())
-        assert torch.equal(b.dequantize().cpu(), b.to("cpu").dequantize())
-        assert torch.allclose(a.scales, b.scales.cpu(), rtol=1e-10)
-    assert torch.allclose(here.errors, there.errors.cpu())

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -28,11 +28,12 @@ from rco.backends.objective import LanguageModelObjective, LossKind, Reference
 from rco.backends.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
 from rco.backends.switched import SwitchedModel, expert_options, switched_model
 from rco.compressors.packing import PackedWeight
+from rco.compressors.streaming import OptionStream, pinned
 from rco.core.problem import Allocation, AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.distributed import Ranks
 from rco.losses import Head
-from rco.models.gating import checkpointed_blocks
+from rco.models.gating import checkpointed_blocks, parked
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear, model_linears, sparse_layers
@@ -42,7 +43,9 @@ from rco.models.moe_sensitivity import layer_output_errors
 from rco.models.precision import computing_in, default_compute_dtype
 from rco.store import CandidateStore
 
-__all__ = ["QuantizationBackend", "routing_visits"]
+__all__ = ["QuantizationBackend", "Residency", "routing_visits"]
+
+Residency = Literal["resident", "offload"]
 
 _ROUTING_BATCH = 8  # sequences at a time
 
@@ -79,6 +82,8 @@ class QuantizationBackend(Backend):
         visits: How often experts are routed to, if that is known already.
         on_progress: Called with (linears done, all linears) while candidates are made.
         ranks: Who shares the work on candidates and sensitivities.
+        memory: ``resident`` keeps the packed candidates on the model's device, ``offload`` in host memory, from
+            where they are streamed to a GPU.
     """
 
     name: ClassVar[str] = "quantization"
@@ -100,6 +105,7 @@ class QuantizationBackend(Backend):
         visits: Visits | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         ranks: Ranks | None = None,
+        memory: Residency = "resident",
     ) -> None:
         self.loaded, self.plan, self.store_folder = loaded, plan, store_folder
         self.settings = settings if settings is not None else CandidateSettings()
@@ -113,8 +119,10 @@ class QuantizationBackend(Backend):
         self._costs: dict[str, BitCosts] = {}
         self.on_progress = on_progress
         self.ranks = ranks or Ranks()
+        # On a CPU the candidates are where they are needed either way.
+        self.memory: Residency = memory if loaded.device.type == "cuda" else "resident"
         self.store: CandidateStore | None = None
-        self._packed: dict[str, dict[str, PackedWeight]] | None = None
+        self._packed: Mapping[str, Mapping[str, PackedWeight]] | None = None
         self._prior: Tensor | None = None
         self.curvature: Tensor | None = None
 
@@ -196,16 +204,31 @@ class QuantizationBackend(Backend):
         return CandidateStore.join(self.store_folder, self.ranks.broadcast({}))
 
     def packed(self) -> Mapping[str, Mapping[str, PackedWeight]]:
-        """Every candidate on its linear's device: linear -> width label -> packed weight."""
-        if self.store is None:
-            raise ValueError("The candidates have not been built: call prepare() first.")
+        """Every candidate on its linear's device, or offloaded: linear -> width label -> packed weight."""
         if self._packed is None:
-            places = {
-                info.stored_in if isinstance(info, ExpertLinear) else info.name: info.weight.device
-                for info in self.plan.linears
+            if self.store is None:
+                raise ValueError("The candidates have not been built: call prepare() first.")
+            places: dict[str, torch.device] = {}
+            streamed: set[str] = set()
+            for info in self.plan.linears:
+                if isinstance(info, ExpertLinear):
+                    places[info.stored_in] = info.weight.device
+                elif self.memory == "resident":
+                    places[info.name] = info.weight.device
+                else:
+                    places[info.name] = torch.device("cpu")
+                    streamed.add(info.name)
+            self._packed = {
+                name: dict(zip(options, pinned(list(options.values())), strict=True))
+                if name in streamed
+                else options
+                for name, options in self.store.load_all(places).items()
             }
-            self._packed = self.store.load_all(places)
         return self._packed
+
+    def set_packed(self, packed: Mapping[str, Mapping[str, PackedWeight]]) -> None:
+        """Use candidates from elsewhere than the store."""
+        self._packed = packed
 
     def relative_errors(self) -> Tensor:
         """(N, K) relative output error of every option, summed over a group's members; 0 for the original."""
@@ -261,12 +284,39 @@ class QuantizationBackend(Backend):
         with ExitStack() as stack:
             stack.enter_context(computing_in(self.loaded.model, self.compute_dtype))
             switched = stack.enter_context(
-                switched_model(self.loaded.model, self.plan, self.packed(), original=original)
+                switched_model(
+                    self.loaded.model,
+                    self.plan,
+                    self.packed(),
+                    original=original,
+                    stream=OptionStream(self.loaded.device) if self.memory == "offload" else None,
+                )
             )
+            if not original:
+                stack.enter_context(self._without_originals())
             if self.checkpointing:
                 blocks = [block for _, block in self.loaded.layout.blocks(self.loaded.model)]
                 stack.enter_context(checkpointed_blocks(blocks))
             yield switched
+
+    @contextmanager
+    def _without_originals(self) -> Iterator[None]:
+        """Inside a switched model on one GPU: original weights in host memory, as packed options alone are read."""
+        if {parameter.device.type for parameter in self.loaded.model.parameters()} != {"cuda"}:
+            yield
+            return
+        # What another module holds too (a tied embedding) stays, and so does the reference's output layer.
+        held = {parameter.data_ptr() for parameter in self.loaded.model.parameters()}
+        unshared = [
+            info.module
+            for group in self.plan.groups
+            for info in group.members
+            if LEAVE_ALONE not in group.widths
+            and info.role not in ("head", EXPERT_ROLE)
+            and info.weight.data_ptr() not in held
+        ]
+        with parked(unshared):
+            yield
 
     def present_head(self) -> Head:
         """The output layer under the present gates; inside :meth:`switchable` only."""

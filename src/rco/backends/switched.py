@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rco.backends.candidates import option_label
 from rco.backends.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
 from rco.compressors.packing import PackedWeight
+from rco.compressors.streaming import OptionStream
 from rco.models.gating import GatedModel, gate_choices, make_switchable, switchable_model
 from rco.models.moe import MoELayer
 from rco.models.moe_linears import ExpertLinear
@@ -56,6 +57,7 @@ def switched_model(
     packed: Mapping[str, Mapping[str, PackedWeight]],
     *,
     original: bool = False,
+    stream: OptionStream | None = None,
 ) -> Iterator[SwitchedModel]:
     """Run a model with the options of a plan in place; leaving restores it.
 
@@ -66,6 +68,7 @@ def switched_model(
         plan: Groups and widths, the columns of the gates.
         packed: Candidates as the store gives them.
         original: The gates have one more column at the end, for the original weights, which every group may take.
+        stream: Brings the candidates of linears from host memory, where they then are.
     """
     columns: list[int] = [*plan.widths, *([LEAVE_ALONE] if original else [])]
     wanted = np.array([[w in group.widths for w in plan.widths] for group in plan.groups])
@@ -76,10 +79,11 @@ def switched_model(
         for info in group.members:
             if group.widths != (LEAVE_ALONE,) and not isinstance(info, ExpertLinear):
                 options = _options(packed[info.name], columns)
-                modules[info.name], rows[info.name] = make_switchable(info.module, options), row
+                modules[info.name] = make_switchable(info.module, options, stream)
+                rows[info.name] = row
     experts, expert_rows = expert_options(plan, packed, columns)
     with ExitStack() as stack:
-        linears = stack.enter_context(switchable_model(model, modules))
+        linears = stack.enter_context(switchable_model(model, modules, stream=stream))
         handle = None
         if experts:
             handle = stack.enter_context(switchable_experts(model, experts, expert_rows))

@@ -123,3 +123,87 @@ def retraction(
             steps=steps, quick=quick, seed=seed, on_progress=lambda done, total, _latest: count(done, total)
         )
     _write(report, retraction_table(report), out, "retraction", as_json)
+
+
+Shape = Annotated[
+    str, typer.Option("--shape", help="qwen3-8b, llama3-8b, qwen3-30b-a3b, olmoe, quick or quick-moe.")
+]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda or mps.")]
+Length = Annotated[int, typer.Option("--length", help="Tokens of the sequence that a sample sees.")]
+Layers = Annotated[int | None, typer.Option("--layers", help="Fewer blocks than the shape has.")]
+
+
+@app.command()
+def step(
+    shape: Shape = "qwen3-8b",
+    device: Device = "cuda",
+    length: Length = 2048,
+    samples: Annotated[int, typer.Option("--samples", help="Gumbel samples per step.")] = 16,
+    steps: Annotated[int, typer.Option("--steps", help="Whole steps to time; 0: none.")] = 3,
+    repeats: Annotated[int, typer.Option("--repeats", help="Repeats of floor and sample.")] = 10,
+    layers: Layers = None,
+    quick: Quick = False,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time a sample of the search beside a plain forward and backward pass, and each part of it.
+
+    rco bench step --quick
+
+    rco bench step --shape qwen3-8b --device cuda --out benchmarks/results
+    """
+    from rco.cli.progress import make_progress
+    from rco.studies.step_bench import run, to_markdown
+    from rco.studies.step_figure import write_figure
+
+    if quick:
+        shape = shape if shape.startswith("quick") else "quick"
+        device, length, samples, steps, repeats = "cpu", 32, 2, 1, 2
+    with make_progress(as_json) as progress:
+        report = run(
+            shape,
+            device=device,
+            length=length,
+            samples=samples,
+            steps=steps,
+            repeats=repeats,
+            layers=layers,
+            on_progress=progress.stage("step"),
+        )
+    _write(report, to_markdown(report), out, f"step_{shape}", as_json)
+    if out is not None:
+        write_figure(report, out / f"step_{shape}.svg")
+
+
+@app.command()
+def memory(
+    shape: Shape = "qwen3-8b",
+    device: Device = "cuda",
+    length: Length = 2048,
+    repeats: Annotated[int, typer.Option("--repeats", help="Repeats of a sample.")] = 3,
+    layers: Layers = None,
+    quick: Quick = False,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a sample's peak memory beside what was expected, candidates on the GPU or in host memory.
+
+    rco bench memory --quick
+
+    rco bench memory --shape qwen3-8b --device cuda --out benchmarks/results
+    """
+    from rco.cli.progress import make_progress
+    from rco.studies.step_bench import run_memory, to_markdown
+
+    if quick:
+        shape, device, length, repeats = "quick", "cpu", 32, 1
+    with make_progress(as_json) as progress:
+        report = run_memory(
+            shape,
+            device=device,
+            length=length,
+            repeats=repeats,
+            layers=layers,
+            on_progress=progress.stage("memory"),
+        )
+    _write(report, to_markdown(report), out, f"memory_{shape}", as_json)

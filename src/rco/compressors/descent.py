@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rco.compressors import cpu_kernels, grid_kernels
 from rco.compressors.grid import FitSettings, Grid, differences
-from rco.compressors.packing import on_compiled_path
+from rco.compressors.packing import on_compiled_path, on_triton_path
 
 __all__ = ["descend"]
 
@@ -49,15 +49,17 @@ def descend(
     place = torch.device("cpu") if weight.device.type == "mps" else weight.device
     losses = torch.zeros(rows, dtype=torch.float64, device=place)
     step = _block_compiled if on_compiled_path(weight) else _block_torch
+    if on_triton_path(weight) and torch.float64 not in (weight.dtype, settings.storage_dtype):
+        step = _block_triton
     for _ in range(sweeps):
-        moved = False
+        before = losses.clone()
         for start in range(0, cols, block):
             share = damped[start : start + block, start : start + block].contiguous()
             changes = step(residual, share, start, grid, settings, codes, scales, zeros, losses)
-            if bool(changes.any()):
-                moved = True
+            # On a CPU it pays to skip blocks that have settled; elsewhere asking would stall the device.
+            if not residual.is_cpu or bool(changes.any()):
                 residual.addmm_(changes, damped[start : start + block], alpha=-1.0)
-        if not moved:
+        if torch.equal(before, losses):
             break
     return losses
 
@@ -87,6 +89,25 @@ def _block_compiled(
 
     cpu_kernels.over_rows(rows, width * width, task)
     return changes
+
+
+def _block_triton(
+    residual: Tensor,
+    hessian: Tensor,
+    start: int,
+    grid: Grid,
+    settings: FitSettings,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    losses: Tensor,
+) -> Tensor:
+    from rco.compressors import triton_gptq
+
+    group = grid.columns_per_group(residual.shape[1])
+    return triton_gptq.descend(
+        residual, hessian, start, group, grid.bits, settings.storage_dtype, scales, zeros, codes, losses
+    )
 
 
 def _block_torch(

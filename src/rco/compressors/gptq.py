@@ -30,8 +30,10 @@ from rco.compressors.grid import (
     check_weight,
     differences,
     fit_groups,
+    fit_span,
     nearest_codes,
     normalized_importance,
+    on_fitting_kernels,
     working_dtype,
 )
 from rco.compressors.packing import PackedWeight, on_compiled_path
@@ -281,6 +283,9 @@ def _run_columns(
     positions = torch.arange(cols, device=values.device) if order is None else order
     group_of = torch.div(positions, size, rounding_mode="floor")
     step = _columns_compiled if on_compiled_path(values) else _columns_torch
+    if on_fitting_kernels(values, size, settings):
+        # Ranges are fitted between launches: a block has at most one group to fit, and that at its start.
+        step, block = _columns_triton, min(block, size) if fit else block
     # Given ranges tie no block to any group.
     for start, end in itertools.pairwise(block_edges(cols, size if fit else 1, block)):
         ends = _group_ends(start, end, size, cols) if fit else [0] * (end - start)
@@ -327,9 +332,23 @@ def _columns_compiled(
     def task(a: int, b: int) -> None:
         for weight, grid, limits, search, scales, zeros, codes, error, loss in tables:
             grid_kernels.gptq_columns(
-                weight[a:b], share, columns, start, group_of, fits, grid.bits, grid.symmetric, settings.storage,
-                limits, search, scales[a:b], zeros[a:b], codes[a:b], error[a:b], loss[a:b],
-            )  # fmt: skip
+                weight[a:b],
+                share,
+                columns,
+                start,
+                group_of,
+                fits,
+                grid.bits,
+                grid.symmetric,
+                settings.storage,
+                limits,
+                search,
+                scales[a:b],
+                zeros[a:b],
+                codes[a:b],
+                error[a:b],
+                loss[a:b],
+            )
 
     cpu_kernels.over_rows(rows, width * width * len(grids), task)
     return errors
@@ -380,6 +399,43 @@ def _columns_torch(
         codes[:, start : start + width] = tile[k].to(torch.uint8)
     solution.losses += errors.to(solution.losses).square().sum(dim=2)
     return list(errors.unbind(0))
+
+
+def _columns_triton(
+    current: list[Tensor],
+    factor: Tensor,
+    importance: Tensor,
+    start: int,
+    groups: Tensor,
+    ends: list[int],
+    grids: Sequence[Grid],
+    settings: FitSettings,
+    solution: _Solution,
+) -> list[Tensor]:
+    """The same with one launch for a block's columns, and one before it where a group starts."""
+    from rco.compressors import triton_gptq
+
+    errors = []
+    for k, grid in enumerate(grids):
+        scales, zeros, codes = solution.scales[k], solution.zeros[k], solution.codes[k]
+        if ends[0]:
+            size = grid.columns_per_group(current[k].shape[1])
+            fit_span(current[k], (start, ends[0]), grid, settings, importance, scales, zeros, start // size)
+        errors.append(
+            triton_gptq.columns(
+                current[k],
+                factor,
+                start,
+                groups,
+                grid.bits,
+                settings.storage_dtype,
+                scales,
+                zeros,
+                codes,
+                solution.losses[k],
+            )
+        )
+    return errors
 
 
 def _root_losses(difference: Tensor, factors: _Factors, width: int = 256) -> Tensor:

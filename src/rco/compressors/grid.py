@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rco.compressors import cpu_kernels, grid_kernels
-from rco.compressors.packing import PackedWeight, on_compiled_path, pack
+from rco.compressors.packing import PackedWeight, on_compiled_path, on_triton_path, pack
 
 __all__ = ["Clip", "FitSettings", "Grid", "fit_groups", "nearest_codes", "round_to_nearest"]
 
@@ -154,6 +154,9 @@ def fit_groups(
     group = grid.columns_per_group(cols)
     scales = torch.empty(rows, grid.groups(cols), dtype=weight.dtype, device=weight.device)
     zeros = torch.empty(scales.shape, dtype=torch.uint8, device=weight.device)
+    if on_fitting_kernels(weight, group, settings):
+        fit_span(weight, (0, cols), grid, settings, importance, scales, zeros, 0)
+        return scales, zeros
     if not on_compiled_path(weight):
         for g in range(scales.shape[1]):
             span = slice(g * group, (g + 1) * group)
@@ -171,6 +174,45 @@ def fit_groups(
 
     cpu_kernels.over_rows(rows, cols * 16, task)
     return scales, zeros
+
+
+def on_fitting_kernels(weight: Tensor, group: int, settings: FitSettings) -> bool:
+    """Whether the GPU kernels can fit groups of this many columns."""
+    if not on_triton_path(weight) or torch.float64 in (weight.dtype, settings.storage_dtype):
+        return False
+    from rco.compressors.triton_gptq import WIDEST_GROUP
+
+    return group <= WIDEST_GROUP
+
+
+def fit_span(
+    weight: Tensor,
+    span: tuple[int, int],
+    grid: Grid,
+    settings: FitSettings,
+    importance: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    first_group: int,
+) -> None:
+    """On a GPU, fit the groups of the columns ``span`` into the columns of ``scales`` from ``first_group`` on."""
+    from rco.compressors import triton_gptq
+
+    steps, shrink, refinements, signed = settings.search(grid).tolist()
+    triton_gptq.fit(
+        weight,
+        importance,
+        scales,
+        zeros,
+        span=span,
+        group=grid.columns_per_group(weight.shape[1]),
+        first_group=first_group,
+        bits=grid.bits,
+        symmetric=grid.symmetric,
+        storage=settings.storage_dtype,
+        limits=settings.limits(grid, weight.dtype),
+        search=(steps, shrink, refinements, signed),
+    )
 
 
 def nearest_codes(weight: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Tensor:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ __all__ = [
     "decode_segments",
     "inner_products",
     "on_compiled_path",
+    "on_triton_path",
     "pack",
     "packed_words",
     "stack_rows",
@@ -44,6 +47,16 @@ def packed_words(cols: int, bits: int) -> int:
 def on_compiled_path(tensor: Tensor) -> bool:
     """Whether the compiled kernels serve this tensor; they read int32 words as little-endian bytes."""
     return tensor.device.type == "cpu" and sys.byteorder == "little"
+
+
+def on_triton_path(tensor: Tensor) -> bool:
+    """Whether the GPU kernels serve this tensor's device; without them torch operations do, more slowly."""
+    return tensor.is_cuda and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _check_bits(bits: int) -> None:
@@ -193,11 +206,21 @@ class PackedWeight:
         )
         if on_compiled_path(out) and out.dtype in direct and out.is_contiguous():
             _decode_compiled(self, out)
-        else:
+        elif not self._decode_by_kernel(out):
             step = max(1, _CHUNK_ELEMENTS // max(1, self.shape[1]))
             for start in range(0, self.shape[0], step):
                 out[start : start + step] = _decode_rows(self, start, start + step)
         return out
+
+    def _decode_by_kernel(self, out: Tensor) -> bool:
+        if not on_triton_path(out) or not out.is_contiguous():
+            return False
+        from rco.compressors import gpu
+
+        if not gpu.serves(out, [self]):
+            return False
+        gpu.decode(self, out)
+        return True
 
     def inner_product(self, gradient: Tensor) -> Tensor:
         """``<gradient, W>`` with this decoded matrix W, which is never whole in memory."""
@@ -253,9 +276,21 @@ def inner_products(
                 f"the gradient {tuple(gradient.shape)} on {gradient.device}; they must agree."
             )
     gradient = gradient.detach().contiguous()
-    products = _inner_products_compiled if on_compiled_path(gradient) else _inner_products_torch
-    found = products(gradient, options, segments)
+    found = _inner_products_by_kernel(gradient, options, segments)
+    if found is None:
+        products = _inner_products_compiled if on_compiled_path(gradient) else _inner_products_torch
+        found = products(gradient, options, segments)
     return found[:, 0] if segments == 1 else found
+
+
+def _inner_products_by_kernel(
+    gradient: Tensor, options: Sequence[PackedWeight | Tensor | None], segments: int
+) -> Tensor | None:
+    if not on_triton_path(gradient):
+        return None
+    from rco.compressors import gpu
+
+    return gpu.inner_products(gradient, options, segments) if gpu.serves(gradient, options) else None
 
 
 def decode_segments(

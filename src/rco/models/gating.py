@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rco.compressors.packing import PackedWeight
+from rco.compressors.streaming import OptionStream
 from rco.compressors.switchable import Selection, SwitchableLinear, WeightBuffer
 
 __all__ = [
@@ -23,14 +24,20 @@ __all__ = [
     "frozen",
     "gate_choices",
     "make_switchable",
+    "parked",
     "switchable_model",
 ]
 
 _ONE_HOT_TOLERANCE = 1e-6  # straight-through gates carry rounding of this size at most
 
 
-def make_switchable(module: nn.Module, options: Sequence[PackedWeight | None]) -> SwitchableLinear:
-    """The stand-in for an ``nn.Linear`` or a transformers ``Conv1D``; None is the module's own weight."""
+def make_switchable(
+    module: nn.Module, options: Sequence[PackedWeight | None], stream: OptionStream | None = None
+) -> SwitchableLinear:
+    """The stand-in for an ``nn.Linear`` or a transformers ``Conv1D``; None is the module's own weight.
+
+    With a ``stream`` the packed options are kept in host memory.
+    """
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         raise TypeError(f"Only linear layers can be switchable, got {type(module).__name__}.")
@@ -39,7 +46,7 @@ def make_switchable(module: nn.Module, options: Sequence[PackedWeight | None]) -
     if not transposed and not isinstance(module, nn.Linear):
         raise TypeError(f"Only nn.Linear and Conv1D can be switchable, got {type(module).__name__}.")
     bias = getattr(module, "bias", None)
-    return SwitchableLinear(options, weight, bias, transposed=transposed)
+    return SwitchableLinear(options, weight, bias, transposed=transposed, stream=stream)
 
 
 class GatedModel:
@@ -48,11 +55,18 @@ class GatedModel:
     Args:
         model: The model with the layers in place.
         modules: Layer name -> switchable layer.
+        stream: What brings their options from host memory, if they are there.
     """
 
-    def __init__(self, model: nn.Module, modules: Mapping[str, SwitchableLinear]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Mapping[str, SwitchableLinear],
+        stream: OptionStream | None = None,
+    ) -> None:
         self.model = model
         self.modules = dict(modules)
+        self.stream = stream
 
     def set_gates(
         self,
@@ -89,8 +103,10 @@ class GatedModel:
             if device not in rows:
                 # One unbind for all layers of a device: the gradient is put together once, not once per layer.
                 dtype = torch.float32 if device.type == "mps" else gates.dtype
-                rows[device] = gates.to(device=device, dtype=dtype).unbind()
+                rows[device] = gates.to(device=device, dtype=dtype, non_blocking=True).unbind()
             module.select(choices[row], rows[device][row], wanted[row])
+        if self.stream is not None:
+            self.stream.restart()
         return choices
 
     def clear(self) -> None:
@@ -127,7 +143,11 @@ class GatedModel:
 
 @contextmanager
 def switchable_model(
-    model: nn.Module, modules: Mapping[str, SwitchableLinear], *, freeze: bool = True
+    model: nn.Module,
+    modules: Mapping[str, SwitchableLinear],
+    *,
+    freeze: bool = True,
+    stream: OptionStream | None = None,
 ) -> Iterator[GatedModel]:
     """Replace the named layers of a model for the duration of the context.
 
@@ -138,10 +158,11 @@ def switchable_model(
         model: Any module; its layers come back on the way out.
         modules: Name, as in ``model.named_modules()``, -> stand-in (see :func:`make_switchable`).
         freeze: Freeze the parameters and switch to evaluation mode meanwhile.
+        stream: The stream that the layers were made with, if their options are in host memory.
     """
     places = [(*_locate(model, name), module) for name, module in modules.items()]
     buffer = WeightBuffer()
-    gated = GatedModel(model, modules)
+    gated = GatedModel(model, modules, stream)
     with ExitStack() as stack:
         if freeze:
             stack.enter_context(frozen(model))
@@ -171,6 +192,24 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
             module.training = flag
         for parameter, flag in wanted:
             parameter.requires_grad_(flag)
+
+
+@contextmanager
+def parked(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Keep the weights of some linears in host memory meanwhile: a search over packed options never reads them.
+
+    Weights that other modules share (a tied output layer) must not be among them.
+    """
+    homes: list[tuple[nn.Parameter, torch.device]] = []
+    try:
+        for module in modules:
+            weight: Any = module.weight
+            homes.append((weight, weight.device))
+            weight.data = weight.data.to("cpu")
+        yield
+    finally:
+        for weight, device in homes:
+            weight.data = weight.data.to(device)
 
 
 @contextmanager

@@ -225,7 +225,8 @@ class ExpertPairs:
             experts, tokens = torch.cat([experts, probe_experts]), torch.cat([tokens, probe_tokens])
         ordered, order = torch.sort(experts, stable=True)
         ends = _run_ends(ordered, num_experts) if probed else real_ends
-        real = (order < slots).nonzero().squeeze(-1) if probed else None
+        # How many they are is known, so they are found without waiting for the device.
+        real = torch.sort(order >= slots, stable=True).indices[:slots] if probed else None
         return cls(order, tokens[order], ordered, ends, real, real_ends, slots)
 
     def pick(self, values: Tensor) -> Tensor:
@@ -240,7 +241,10 @@ class ExpertPairs:
 
 
 def _run_ends(experts: Tensor, num_experts: int) -> Tensor:
-    return torch.bincount(experts, minlength=num_experts).cumsum(0).to(torch.int32)
+    # Unlike bincount, a scatter need not know the largest value, so nobody waits for the device.
+    counts = torch.zeros(num_experts, dtype=torch.int32, device=experts.device)
+    counts.scatter_add_(0, experts, torch.ones_like(experts, dtype=torch.int32))
+    return counts.cumsum(0, dtype=torch.int32)
 
 
 def pair_outputs(hidden: Tensor, pairs: ExpertPairs, weights: ExpertWeights) -> Tensor:

@@ -123,12 +123,17 @@ class QuantizeConfig:
     dtype: str = setting("auto", help="Type of the checkpoint: auto, bfloat16, float32.", panel="Machine")
     batch_size: int = setting(1, help="Sequences per forward pass of the search.", panel="Machine")
     checkpointing: bool = setting(False, help="Save memory, recompute activations.", panel="Machine")
+    memory: Literal["auto", "resident", "offload"] = setting(
+        "auto",
+        help="Where a GPU's candidates are: resident on it, offload in host memory, auto by what is free.",
+        panel="Machine",
+    )
     resume: bool = setting(False, help="Continue the run in --out.", panel="Machine")
 
     def identity(self) -> dict[str, Any]:
         """What must agree for a run to be resumed."""
         described = dataclasses.asdict(self)
-        for name in ("out", "resume", "overwrite_store"):
+        for name in ("out", "resume", "overwrite_store", "memory"):
             described.pop(name)
         described["store"] = str(self.store) if self.store else None
         described["tau"] = list(self.tau)

@@ -8,27 +8,57 @@ from typing import Any
 
 import torch
 
-from rco.backends.accounting import Scheme, stored_bits
-from rco.backends.plan import LEAVE_ALONE, QuantizationPlan
+from rco.backends.memory import SearchMemory, search_memory
+from rco.backends.plan import QuantizationPlan
+from rco.backends.quantization import Residency
 from rco.models.loading import LoadedModel
+from rco.models.precision import default_compute_dtype
 
-__all__ = ["Estimate", "estimate"]
+__all__ = ["Estimate", "choose_residency", "estimate"]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes and seconds; seconds are scaled from a matrix product timed on this machine."""
+    """Bytes and seconds; seconds are scaled from a matrix product timed on this machine.
+
+    Attributes:
+        model_bytes: Weights on the device while searching.
+        candidate_bytes: Packed candidates on the device, or the buffers they stream through.
+        reference_bytes: The full model's hidden states, in host memory.
+        activation_bytes: What the backward pass needs.
+        workspace_bytes: Dense weight, gradient and logits of the moment.
+        original_bytes: Weights that are on the device before the search, and in host memory during it.
+        seconds: Of the whole run.
+        residency: Where the candidates are: ``resident`` or ``offload``.
+        on_gpu: Whether the device has memory of its own, so that the reference is not in it.
+    """
 
     model_bytes: int
     candidate_bytes: int
     reference_bytes: int
     activation_bytes: int
     seconds: float
+    workspace_bytes: int = 0
+    original_bytes: int = 0
+    residency: Residency = "resident"
+    on_gpu: bool = False
 
     @property
     def memory(self) -> int:
-        """Peak while searching."""
-        return self.model_bytes + self.candidate_bytes + self.reference_bytes + self.activation_bytes
+        """Peak on the device."""
+        return (
+            self.model_bytes
+            + self.original_bytes
+            + self.candidate_bytes
+            + self.activation_bytes
+            + self.workspace_bytes
+            + (0 if self.on_gpu else self.reference_bytes)
+        )
+
+    @property
+    def search_memory(self) -> int:
+        """Peak on the device while searching: a GPU then has the original weights in host memory."""
+        return self.memory - (self.original_bytes if self.on_gpu else 0)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready description."""
@@ -38,28 +68,60 @@ class Estimate:
             "candidate_bytes": self.candidate_bytes,
             "reference_bytes": self.reference_bytes,
             "activation_bytes": self.activation_bytes,
+            "workspace_bytes": self.workspace_bytes,
+            "original_bytes": self.original_bytes,
+            "search_bytes": self.search_memory,
+            "residency": self.residency,
             "seconds": self.seconds,
         }
 
 
-def estimate(loaded: LoadedModel, plan: QuantizationPlan, config: Any) -> Estimate:
-    """Memory from shapes, time from the multiplications of each stage and this machine's measured rate."""
-    width = 4 if loaded.device.type == "cpu" else loaded.dtype.itemsize
-    parameters = sum(p.numel() for p in loaded.model.parameters())
-    packed = [w for w in plan.widths if w != LEAVE_ALONE]
-    candidates = sum(
-        stored_bits(info, Scheme(w, plan.group_size, plan.symmetric)) // 8
-        for info in plan.linears
-        for w in packed
+def choose_residency(
+    loaded: LoadedModel, plan: QuantizationPlan, config: Any
+) -> tuple[Residency, SearchMemory]:
+    """Where the candidates go, as asked or by what is free, and what that takes.
+
+    Raises:
+        ValueError: Neither way fits the GPU.
+    """
+    dtype = default_compute_dtype(loaded.device, loaded.dtype)
+
+    def needed(offload: bool) -> SearchMemory:
+        return search_memory(
+            loaded,
+            plan,
+            tokens=config.length * config.batch_size,
+            dtype=dtype,
+            checkpointing=config.checkpointing,
+            offload=offload,
+        )
+
+    if loaded.device.type != "cuda":
+        return "resident", needed(False)
+    resident, offload = needed(False), needed(True)
+    if config.memory != "auto":
+        return config.memory, offload if config.memory == "offload" else resident
+    # The model is there already; a tenth stays free for what fragments.
+    free = 0.9 * torch.cuda.mem_get_info(loaded.device)[0] + offload.weights + offload.originals
+    if resident.peak <= free:
+        return "resident", resident
+    if offload.peak <= free:
+        return "offload", offload
+    advice = "" if config.checkpointing else "; --checkpointing needs less"
+    raise ValueError(
+        f"The search needs about {offload.peak / 2**30:.1f} GiB of GPU memory even with its candidates in host "
+        f"memory, and {free / 2**30:.1f} GiB are free{advice}, as do a shorter --length and a smaller "
+        "--batch-size. --memory offload tries all the same."
     )
+
+
+def estimate(
+    loaded: LoadedModel, plan: QuantizationPlan, config: Any, residency: Residency, memory: SearchMemory
+) -> Estimate:
+    """Memory as counted, time from the multiplications of each stage and this machine's measured rate."""
+    packed = plan.packed_widths
     head = loaded.layout.head(loaded.model).weight
-    hidden = head.shape[1]
-    tokens = config.length * config.batch_size
-    blocks = len(loaded.layout.blocks(loaded.model))
-    linear_width = sum(info.in_features + info.out_features for info in plan.linears)
-    activations = tokens * (
-        (linear_width // max(blocks, 1) + blocks * hidden) if config.checkpointing else linear_width
-    )
+    width = default_compute_dtype(loaded.device, loaded.dtype).itemsize
     sequences = config.sequences + config.selection
     per_token = 2 * (sum(info.parameters for info in plan.linears) + head.numel())
     forward = per_token * config.length
@@ -77,11 +139,15 @@ def estimate(loaded: LoadedModel, plan: QuantizationPlan, config: Any) -> Estima
         for info in plan.linears
     )
     return Estimate(
-        parameters * width,
-        candidates,
-        sequences * config.length * hidden * width,
-        activations * width * 2,
-        (passes * forward * 1.3 + (gptq if config.method == "gptq" else 0)) / _rate(loaded.device),
+        model_bytes=memory.weights,
+        original_bytes=memory.originals,
+        candidate_bytes=memory.candidates,
+        reference_bytes=sequences * config.length * head.shape[1] * width,
+        activation_bytes=memory.activations,
+        workspace_bytes=memory.workspace,
+        seconds=(passes * forward * 1.3 + (gptq if config.method == "gptq" else 0)) / _rate(loaded.device),
+        residency=residency,
+        on_gpu=loaded.device.type == "cuda",
     )
 
 

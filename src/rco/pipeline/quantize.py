@@ -36,7 +36,7 @@ from rco.models.loading import LoadedModel, load_model
 from rco.models.moe_linears import model_linears, sparse_layers
 from rco.pipeline.common import make_searcher, run_search, slug, timed
 from rco.pipeline.configs import QuantizeConfig
-from rco.pipeline.estimate import Estimate, estimate
+from rco.pipeline.estimate import Estimate, choose_residency, estimate
 from rco.pipeline.expert_widths import describe_experts
 from rco.pipeline.judge import Judge
 from rco.pipeline.progress import Progress, Silent
@@ -92,6 +92,7 @@ def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) 
         allow_prune=config.allow_prune,
         protected=None if visits is None else most_visited(visits, sparse_layers(loaded.model)),
     )
+    residency, memory = choose_residency(loaded, plan, config)
     folder = config.out or Path("runs") / slug(f"{Path(config.model).name}-{budget.kind}-{_amount(config)}")
     backend = QuantizationBackend(
         loaded,
@@ -112,6 +113,7 @@ def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) 
         batch_size=config.batch_size,
         checkpointing=config.checkpointing,
         overwrite_store=config.overwrite_store,
+        memory=residency,
         on_progress=(progress or Silent()).stage("candidates") if progress else None,
     )
     problem = backend.problem(budget)
@@ -119,7 +121,8 @@ def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) 
         schemes = [backend.scheme(width) for width in plan.packed_widths]
         check_exportable(plan.linears, {info.name: schemes for info in plan.linears})
     tables.load(tables.METHODS, config.searcher, "method")
-    return Planned(loaded, plan, backend, problem, budget, folder, estimate(loaded, plan, config))
+    expected = estimate(loaded, plan, config, residency, memory)
+    return Planned(loaded, plan, backend, problem, budget, folder, expected)
 
 
 def quantize(config: QuantizeConfig, progress: Progress | None = None) -> QuantizeOutcome:
@@ -127,6 +130,7 @@ def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Quanti
     progress = progress or Silent()
     planned = plan_quantization(config, progress)
     backend = planned.backend
+    progress.message(_expectation(planned))
     open_run = RunDirectory.resume if config.resume else RunDirectory.create
     with open_run(planned.folder, config.identity()) as run:
         run.write_problem(planned.problem)
@@ -204,6 +208,7 @@ def _search(
 ) -> SearchResult:
     if run.finished:
         return run.result
+    device = planned.loaded.device
     layer_errors = None
     if config.searcher == "mxmoe":
         layer_errors = planned.backend.layer_errors(data.search.select(slice(0, config.sensitivity)))
@@ -213,8 +218,24 @@ def _search(
     ):
         if layer_errors is not None:
             objective.layer_errors = layer_errors
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         prior = _prior(config, planned, sensitivities)
-        return run_search(run, _searcher(config), planned.problem, objective, prior, progress)
+        result = run_search(run, _searcher(config), planned.problem, objective, prior, progress)
+        if device.type == "cuda":
+            measured = torch.cuda.max_memory_allocated(device)
+            expected = planned.estimate.search_memory
+            run.update_metrics({"memory": {"search_bytes": measured, "expected_bytes": expected}})
+    return result
+
+
+def _expectation(planned: Planned) -> str:
+    expected = planned.estimate
+    text = f"memory about {expected.memory / 2**30:.2f} GiB"
+    if expected.on_gpu:
+        place = "on the GPU" if expected.residency == "resident" else "in host memory"
+        text += f" on the GPU, {expected.search_memory / 2**30:.2f} GiB while searching; candidates {place}"
+    return f"{text}; time about {expected.seconds / 60:.1f} minutes"
 
 
 def _searcher(config: QuantizeConfig) -> Any:

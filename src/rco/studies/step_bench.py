@@ -1,0 +1,355 @@
+"""How long a sample of the search takes beside the floor, and where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rco.backends.memory import search_memory
+from rco.backends.quantization import QuantizationBackend
+from rco.compressors.packing import PackedWeight, inner_products
+from rco.compressors.switchable import WeightBuffer
+from rco.core.knapsack import solve_choices, solve_mckp
+from rco.core.relaxation import gumbel_noise
+from rco.core.search import RCO
+from rco.losses import chunked_kl
+from rco.runs import environment
+from rco.studies.step_cases import Case, floor, make_case, measure, sparse
+
+__all__ = ["run", "run_memory", "to_markdown"]
+
+OnProgress = Callable[[int, int], None]
+_GIB = 2**30
+
+
+def run(
+    shape: str,
+    *,
+    device: str = "cuda",
+    length: int = 2048,
+    samples: int = 16,
+    steps: int = 3,
+    repeats: int = 10,
+    layers: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> dict[str, Any]:
+    """Measure floor and sample with and without checkpointing, whole steps, and the parts of a sample.
+
+    Args:
+        shape: Name of the shape, see :mod:`rco.models.shapes`.
+        device: Where to measure.
+        length: Tokens of the one sequence that a sample sees.
+        samples: Samples per step.
+        steps: Whole steps to time; 0: none.
+        repeats: Timed repeats of floor and sample.
+        layers: Fewer blocks than the shape has.
+        on_progress: Called with (parts done, all parts).
+    """
+    tell = on_progress or (lambda done, total: None)
+    place = torch.device(device)
+    case = make_case(shape, place, length=length, layers=layers)
+    rows: dict[str, Any] = {}
+    total = 4 + bool(steps)
+    for done, checkpointing in enumerate((False, True)):
+        tell(done, total)
+        with floor(case.loaded, case.data, checkpointing) as work:
+            lowest = measure(work, place, repeats)
+        rows["checkpointing" if checkpointing else "plain"] = {"floor": lowest.to_dict()}
+    for done, checkpointing in enumerate((False, True)):
+        tell(2 + done, total)
+        case.backend.checkpointing = checkpointing
+        row = rows["checkpointing" if checkpointing else "plain"]
+        with sample_of(case) as work:
+            row["sample"] = measure(work, place, repeats).to_dict()
+        row["ratio"] = row["sample"]["seconds"] / row["floor"]["seconds"]
+        if isinstance(case.backend, QuantizationBackend):
+            row["expected_bytes"] = _expected(case, length, checkpointing, offload=False)
+    case.backend.checkpointing = False
+    report = {
+        "shape": shape,
+        "kind": case.backend.name,
+        "groups": case.problem.num_groups,
+        "options": case.problem.num_options,
+        "layers": len(case.loaded.layout.blocks(case.loaded.model)),
+        "parameters": sum(p.numel() for p in case.loaded.model.parameters()),
+        "tokens": length,
+        "samples_per_step": samples,
+        "dtype": str(case.loaded.dtype).removeprefix("torch."),
+        "environment": environment(),
+        **rows,
+    }
+    report["breakdown"] = breakdown(case, samples, report["plain"]["sample"]["seconds"])
+    if steps:
+        tell(4, total)
+        report["steps"] = whole_steps(case, samples, steps)
+    tell(total, total)
+    return report
+
+
+@contextmanager
+def sample_of(case: Case) -> Iterator[Callable[[], object]]:
+    """One sample of the search: gates in, loss and gate gradients out."""
+    choices = solve_mckp(_noise(case, 1)[0], case.problem).allocation
+    gates = torch.nn.functional.one_hot(torch.tensor(list(choices)), case.problem.num_options).double()
+    with case.backend.objective(case.data) as objective:
+
+        def work() -> object:
+            leaf = gates.clone().requires_grad_()
+            loss = objective.loss(leaf, 0)
+            return torch.autograd.grad(loss, leaf)
+
+        yield work
+
+
+def whole_steps(case: Case, samples: int, steps: int) -> dict[str, Any]:
+    """Seconds of whole steps of RCO, sampling, knapsacks and the optimizer included."""
+    seconds = [0.0]
+    search = RCO(steps=steps + 1, samples=samples, refine=0)
+    with case.backend.objective(case.data) as objective:
+        search.search(case.problem, objective, on_step=lambda record: seconds.append(record.seconds))
+    taken = np.diff(seconds)[1:].tolist()  # the first warms up
+    return {
+        "seconds": float(np.median(taken)),
+        "repeats": taken,
+        "fifty_steps_seconds": 50 * float(np.mean(taken)),
+    }
+
+
+def _noise(case: Case, samples: int) -> np.ndarray:
+    shape = (case.problem.num_groups, case.problem.num_options)
+    draws = [gumbel_noise(shape, seed=0, step=0, sample=j) for j in range(samples)]
+    return (torch.stack(draws) + case.problem.log_allowed).numpy()
+
+
+def _expected(case: Case, length: int, checkpointing: bool, offload: bool) -> int:
+    assert isinstance(case.backend, QuantizationBackend)
+    return search_memory(
+        case.loaded,
+        case.backend.plan,
+        tokens=length,
+        dtype=case.backend.compute_dtype,
+        checkpointing=checkpointing,
+        offload=offload,
+    ).search
+
+
+# ----------------------------------------------------------------------- the parts
+
+
+def breakdown(case: Case, samples: int, seconds: float) -> dict[str, Any]:
+    """Seconds per sample of each part, measured by itself; ``rest`` is what is left of the sample."""
+    place = case.loaded.device
+    values = _noise(case, samples)
+    parts = {"knapsack": measure(lambda: solve_choices(values, case.problem), place, 5).median / samples}
+    kernels: dict[str, Any] = {}
+    if isinstance(case.backend, QuantizationBackend):
+        layers = [
+            [option for option in options.values() if option.device == place]
+            for options in case.backend.packed().values()
+        ]
+        decoding, products, kernels = _kernels(layers, case.backend.compute_dtype, place)
+        # Once for the output, once more for the gradient of the input.
+        parts["dequantise"], parts["inner products"] = 2 * decoding, products
+    parts["KL"] = _loss(case)
+    parts["rest"] = seconds - sum(parts.values())
+    return {"seconds": parts, "kernels": kernels}
+
+
+def _loss(case: Case) -> float:
+    head = case.backend.full_head()
+    length = case.data.length - 1
+    shape = (length, head.weight.shape[1])
+    student, reference = (torch.randn(shape, device=head.weight.device).to(head.weight.dtype) for _ in "ab")
+
+    def work() -> object:
+        leaf = student.clone().requires_grad_()
+        return torch.autograd.grad(chunked_kl(leaf, head, reference, head), leaf)
+
+    return measure(work, head.weight.device, 5).median
+
+
+def _kernels(
+    layers: list[list[PackedWeight]], dtype: torch.dtype, place: torch.device
+) -> tuple[float, float, dict[str, Any]]:
+    """Seconds to decode one option of every layer and to meet all options of every layer with a gradient."""
+    buffer = WeightBuffer()
+    middle = [options[len(options) // 2] for options in layers]
+    gradients = [_gradient(options[0].shape, dtype, place) for options in layers[: max(8, len(layers) // 36)]]
+    by_shape: dict[tuple[int, int], Tensor] = {tuple(g.shape): g for g in gradients}  # type: ignore[misc]
+
+    def decode() -> None:
+        for option in middle:
+            option.dequantize(out=buffer.take(option.shape, dtype, place))
+
+    def meet() -> None:
+        for options in layers:
+            if options[0].shape not in by_shape:
+                by_shape[options[0].shape] = _gradient(options[0].shape, dtype, place)
+            inner_products(by_shape[options[0].shape], options)
+
+    decoding, products = measure(decode, place, 5).median, measure(meet, place, 5).median
+    elements = sum(option.shape[0] * option.shape[1] for option in middle)
+    read = sum(option.nbytes for options in layers for option in options) + elements * dtype.itemsize
+    written = sum(option.nbytes for option in middle) + elements * dtype.itemsize
+    copy = _copy_bandwidth(place)
+    return (
+        decoding,
+        products,
+        {
+            "copy_bytes_per_second": copy,
+            "inner_products": {"bytes": read, "seconds": products, "share_of_copy": read / products / copy},
+            "dequantise": {"bytes": written, "seconds": decoding, "share_of_copy": written / decoding / copy},
+        },
+    )
+
+
+def _gradient(shape: tuple[int, int], dtype: torch.dtype, place: torch.device) -> Tensor:
+    return torch.randn(shape, device=place).to(dtype)
+
+
+def _copy_bandwidth(place: torch.device) -> float:
+    """Bytes read and written per second by a large copy."""
+    size = 2**31 if place.type == "cuda" else 2**24
+    source, target = (torch.empty(size, dtype=torch.uint8, device=place).fill_(7) for _ in "ab")
+    return 2 * size / measure(lambda: target.copy_(source), place, 10).median
+
+
+# -------------------------------------------------------------------------- memory
+
+
+def run_memory(
+    shape: str,
+    *,
+    device: str = "cuda",
+    length: int = 2048,
+    repeats: int = 3,
+    layers: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> dict[str, Any]:
+    """Peak memory and time of a sample: candidates resident or streamed, with and without checkpointing."""
+    if sparse(shape):
+        raise ValueError(f"{shape} is pruned, which keeps no candidates: bench memory takes a dense shape.")
+    tell = on_progress or (lambda done, total: None)
+    place = torch.device(device)
+    modes: list[tuple[Any, bool]] = [("resident", False), ("resident", True)]
+    if place.type == "cuda":
+        modes += [("offload", False), ("offload", True)]
+    loaded, packed = None, None
+    rows: list[dict[str, Any]] = []
+    for done, (memory, checkpointing) in enumerate(modes):
+        tell(done, len(modes))
+        if memory == "offload" and rows[-1]["memory"] == "resident":
+            packed = None  # made anew in host memory
+        case = make_case(
+            shape,
+            place,
+            length=length,
+            layers=layers,
+            loaded=loaded,
+            checkpointing=checkpointing,
+            memory=memory,
+            packed=packed,
+        )
+        assert isinstance(case.backend, QuantizationBackend)
+        loaded, packed = case.loaded, case.backend.packed()
+        with sample_of(case) as work:
+            timed = measure(work, place, repeats)
+        expected = _expected(case, length, checkpointing, memory == "offload")
+        rows.append(
+            {"memory": memory, "checkpointing": checkpointing, **timed.to_dict(), "expected_bytes": expected}
+        )
+    tell(len(modes), len(modes))
+    assert loaded is not None
+    return {
+        "shape": shape,
+        "tokens": length,
+        "layers": len(loaded.layout.blocks(loaded.model)),
+        "modes": rows,
+        "reference": _reference_cache(case),
+        "environment": environment(),
+    }
+
+
+@torch.no_grad()
+def _reference_cache(
+    case: Case, sequences: int = 256, length: int = 2048, checked: int = 64
+) -> dict[str, Any]:
+    """Bytes of the reference for a usual calibration set, and how far its KL is from that of full logits."""
+    head = case.backend.full_head()
+    hidden = case.loaded.layout.final_hidden(case.loaded.model, case.data.tokens[:1].to(case.loaded.device))[
+        0
+    ]
+    reference = hidden[:checked]
+    student = reference + torch.randn_like(reference)
+    found = float(chunked_kl(student, head, reference, head))
+    weight = head.weight.double()
+    p, q = (torch.log_softmax(rows.double() @ weight.T, dim=1) for rows in (reference, student))
+    exact = float((p.exp() * (p - q)).sum(1).mean())
+    return {
+        "sequences": sequences,
+        "length": length,
+        "bytes": sequences * length * hidden.shape[-1] * hidden.element_size(),
+        "full_log_probabilities_bytes": sequences * length * head.vocabulary * 2,
+        "kl": found,
+        "kl_of_full_log_probabilities": exact,
+        "relative_error": abs(found - exact) / exact,
+    }
+
+
+# -------------------------------------------------------------------------- tables
+
+
+def _gib(count: int | None) -> str:
+    return "" if count is None else f"{count / _GIB:.2f}"
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    """A step's or a memory report as tables."""
+    if "modes" in report:
+        lines = [
+            f"# Memory of a sample: {report['shape']}, {report['tokens']} tokens",
+            "",
+            "| candidates | checkpointing | peak GiB | expected GiB | seconds per sample |",
+            "|---|---|---:|---:|---:|",
+        ]
+        for row in report["modes"]:
+            lines.append(
+                f"| {row['memory']} | {'yes' if row['checkpointing'] else 'no'} | {_gib(row['peak_bytes'])} | "
+                f"{_gib(row['expected_bytes'])} | {row['seconds']:.4g} |"
+            )
+        cache = report["reference"]
+        lines += [
+            "",
+            f"Reference cache for {cache['sequences']} x {cache['length']} tokens: {cache['bytes'] / 1e9:.2f} GB; "
+            f"its KL differs from that of full log-probabilities by {cache['relative_error']:.1e}.",
+        ]
+        return "\n".join(lines)
+    lines = [
+        f"# A sample of the search: {report['shape']} ({report['kind']}), {report['tokens']} tokens",
+        "",
+        "| | floor s | sample s | ratio | floor GiB | sample GiB |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name in ("plain", "checkpointing"):
+        row = report[name]
+        lines.append(
+            f"| {name} | {row['floor']['seconds']:.4g} | {row['sample']['seconds']:.4g} | {row['ratio']:.3f} | "
+            f"{_gib(row['floor']['peak_bytes'])} | {_gib(row['sample']['peak_bytes'])} |"
+        )
+    lines += ["", "| part | ms per sample |", "|---|---:|"]
+    lines += [f"| {name} | {1e3 * value:.3f} |" for name, value in report["breakdown"]["seconds"].items()]
+    for name, kernel in report["breakdown"]["kernels"].items():
+        if isinstance(kernel, dict):
+            lines.append(f"| {name}: share of the copy bandwidth | {100 * kernel['share_of_copy']:.0f} % |")
+    if "steps" in report:
+        lines += [
+            "",
+            f"A step of {report['samples_per_step']} samples takes {report['steps']['seconds']:.4g} s; "
+            f"50 steps would take {report['steps']['fifty_steps_seconds'] / 60:.2f} minutes.",
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,189 @@
+"""What the step and memory benchmarks run on: a model of a known shape, random options, random tokens."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rco.backends.base import Budget
+from rco.backends.candidates import option_label
+from rco.backends.expert_pruning import ExpertPruningBackend
+from rco.backends.plan import make_plan
+from rco.backends.quantization import QuantizationBackend, Residency
+from rco.compressors.packing import PackedWeight, packed_words
+from rco.compressors.streaming import pinned
+from rco.core.problem import AllocationProblem
+from rco.data.calibration import CalibrationSet
+from rco.models.gating import checkpointed_blocks
+from rco.models.layout import LinearInfo
+from rco.models.loading import LoadedModel
+from rco.models.shapes import SHAPES, random_model
+
+__all__ = ["Case", "Timed", "floor", "make_case", "measure", "random_packed", "random_tokens", "sparse"]
+
+WIDTHS = (2, 3, 4, 5, 6, 7, 8)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of some repeats and the most memory that the device held; None on a CPU."""
+
+    seconds: list[float]
+    peak_bytes: int | None
+
+    @property
+    def median(self) -> float:
+        """The middle of the seconds."""
+        return statistics.median(self.seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready description."""
+        return {"seconds": self.median, "repeats": self.seconds, "peak_bytes": self.peak_bytes}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with a compression backend on it, ready to be searched."""
+
+    loaded: LoadedModel
+    backend: QuantizationBackend | ExpertPruningBackend
+    problem: AllocationProblem
+    data: CalibrationSet
+
+
+def sparse(shape: str) -> bool:
+    """Whether a shape has experts, which are pruned; the others are quantized."""
+    return "num_experts" in SHAPES[shape][1]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(work: Callable[[], object], device: torch.device, repeats: int, warmup: int = 2) -> Timed:
+    """Time some work, each repeat by itself, after it has run a few times."""
+    for _ in range(warmup):
+        work()
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return Timed(seconds, peak)
+
+
+def random_packed(info: LinearInfo, bits: int, group: int, device: torch.device) -> PackedWeight:
+    """Random codes whose values have the spread of initial weights."""
+    rows, cols = info.out_features, info.in_features
+    size = min(group, cols)
+    words = torch.randint(
+        -(2**31), 2**31 - 1, (rows, packed_words(cols, bits)), dtype=torch.int32, device=device
+    )
+    shape = (rows, -(-cols // size))
+    spread = 0.02 * 12**0.5 / (1 << bits)
+    scales = (torch.rand(shape, device=device) * 0.2 + 0.9) * spread
+    middle = 1 << (bits - 1)
+    zeros = torch.randint(middle - 1, middle + 1, shape, dtype=torch.uint8, device=device)
+    return PackedWeight(words, scales.to(torch.bfloat16), zeros, bits, (rows, cols), size)
+
+
+def random_tokens(loaded: LoadedModel, sequences: int, length: int, seed: int = 0) -> CalibrationSet:
+    """Sequences of random token ids."""
+    vocabulary = loaded.layout.head(loaded.model).vocabulary
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocabulary, (sequences, length), generator=generator)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[:, -1] = False
+    return CalibrationSet(tokens, mask, ("random",) * sequences, "random", seed, "search")
+
+
+def make_case(
+    shape: str,
+    device: torch.device,
+    *,
+    length: int,
+    sequences: int = 4,
+    group: int = 128,
+    layers: int | None = None,
+    loaded: LoadedModel | None = None,
+    checkpointing: bool = False,
+    memory: Residency = "resident",
+    packed: Mapping[str, Mapping[str, PackedWeight]] | None = None,
+) -> Case:
+    """A model of a shape, its options and its tokens.
+
+    Args:
+        shape: Name of the shape.
+        device: Where to.
+        length: Tokens per sequence.
+        sequences: How many.
+        group: Columns that share a scale.
+        layers: Fewer blocks than the shape has.
+        loaded: The model, if it is there already.
+        checkpointing: Recompute activations in the backward pass.
+        memory: Where the packed options are kept.
+        packed: The options, if they are there already.
+    """
+    if loaded is None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        loaded = random_model(shape, device=device, dtype=dtype, layers=layers)
+    data = random_tokens(loaded, sequences, length)
+    if sparse(shape):
+        pruning = ExpertPruningBackend(loaded, prior="none", checkpointing=checkpointing)
+        return Case(loaded, pruning, pruning.problem(Budget.parse(experts="0.25")), data)
+    linears = loaded.layout.linears(loaded.model)
+    plan = make_plan(loaded.layout, linears, widths=WIDTHS, group_size=group, symmetric=False)
+    backend = QuantizationBackend(loaded, plan, Path("unused"), checkpointing=checkpointing, memory=memory)
+    if packed is None:
+        made: dict[str, dict[str, PackedWeight]] = {}
+        for info in plan.linears:
+            options = [random_packed(info, width, group, device) for width in WIDTHS]
+            if backend.memory == "offload":
+                options = pinned(options)
+            made[info.name] = {
+                option_label(width): option for width, option in zip(WIDTHS, options, strict=True)
+            }
+        packed = made
+    backend.set_packed(packed)
+    return Case(loaded, backend, backend.problem(Budget.parse(bits="4")), data)
+
+
+@contextmanager
+def floor(loaded: LoadedModel, data: CalibrationSet, checkpointing: bool) -> Iterator[Callable[[], object]]:
+    """A plain forward and backward pass with all weight gradients, each freed as soon as it is there.
+
+    What any method that differentiates through the model pays at least; the loss is transformers' own.
+    """
+    model: Any = loaded.model
+    tokens = data.tokens[:1].to(loaded.device)
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    def work() -> None:
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+
+    with ExitStack() as stack:
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+            stack.callback(parameter.requires_grad_, False)
+            stack.callback(parameter.register_post_accumulate_grad_hook(drop).remove)
+        if checkpointing:
+            blocks = [block for _, block in loaded.layout.blocks(model)]
+            stack.enter_context(checkpointed_blocks(blocks))
+        yield work

@@ -1,0 +1,43 @@
+"""The parts of a sample as one bar beside the floor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rco.folders import atomic_path
+
+__all__ = ["write_figure"]
+
+_COLOURS = {
+    "knapsack": "#c44536",
+    "dequantise": "#197278",
+    "inner products": "#283d3b",
+    "KL": "#772e25",
+    "rest": "#b8c4cc",
+}
+
+
+def write_figure(report: dict[str, Any], path: Path) -> bool:
+    """Draw a step report; False where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 2.2), layout="constrained")
+    axes = figure.subplots()
+    left = 0.0
+    for name, seconds in report["breakdown"]["seconds"].items():
+        width = 1e3 * max(seconds, 0.0)
+        axes.barh(["sample"], [width], left=[left], color=_COLOURS.get(name, "#888888"), label=name)
+        left += width
+    axes.barh(["floor"], [1e3 * report["plain"]["floor"]["seconds"]], color="#dddddd")
+    axes.set_xlabel("milliseconds")
+    axes.set_title(
+        f"{report['shape']}, {report['tokens']} tokens: {report['plain']['ratio']:.2f} x the floor"
+    )
+    axes.legend(ncols=5, fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.35))
+    axes.spines[["top", "right"]].set_visible(False)
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="svg")
+    return True

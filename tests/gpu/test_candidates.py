@@ -1,0 +1,65 @@
+"""Candidates made on a GPU against those of the CPU."""
+
+import pytest
+import torch
+
+from rco.compressors.gptq import gptq
+from rco.compressors.grid import Grid, round_to_nearest
+
+pytestmark = pytest.mark.gpu
+
+
+def layer(rows, cols, tokens, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(cols, cols, generator=generator) / cols**0.5
+    inputs = torch.randn(tokens, cols, generator=generator) @ mix
+    return torch.randn(rows, cols, generator=generator), 2 * inputs.T @ inputs / tokens
+
+
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "symmetric"), [(64, False), (128, True), (24, False), (None, True)])
+def test_ranges_are_those_of_the_cpu(group, symmetric, storage):
+    weight, _ = layer(150, 320, 10)
+    weight[3] = 0.0
+    grids = [Grid(bits, group, symmetric) for bits in range(2, 9)]
+    for here, there in zip(
+        round_to_nearest(weight, grids, storage_dtype=storage),
+        round_to_nearest(weight.cuda(), grids, storage_dtype=storage),
+        strict=True,
+    ):
+        # A sum in another order may tip the balance between two ranges that are equally good.
+        assert (here.scales == there.scales.cpu()).float().mean() > 0.97
+        errors = [(w.dequantize(torch.float32).cpu() - weight).square().sum() for w in (here, there)]
+        assert float(errors[1]) == pytest.approx(float(errors[0]), rel=1e-3)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize(
+    ("group", "storage"), [(64, torch.float32), (128, torch.bfloat16), (None, torch.float32)]
+)
+def test_gptq_is_that_of_the_cpu(group, storage, act_order):
+    weight, hessian = layer(150, 320, 800)
+    grids = [Grid(bits, group) for bits in range(2, 9)]
+    here = gptq(weight, hessian, grids, act_order=act_order, sweeps=2, storage_dtype=storage)
+    there = gptq(weight.cuda(), hessian.cuda(), grids, act_order=act_order, sweeps=2, storage_dtype=storage)
+    for a, b in zip(here.candidates, there.candidates, strict=True):
+        assert b.device.type == "cuda"
+        assert (a.codes() == b.codes().cpu()).float().mean() > 0.98
+        assert torch.equal(b.dequantize().cpu(), b.to("cpu").dequantize())
+    torch.testing.assert_close(there.errors.cpu(), here.errors, rtol=5e-3, atol=0)
+    assert (there.errors <= there.nearest_errors).all()
+    # What is reported is what the candidates have.
+    for candidate, reported in zip(there.candidates, there.errors, strict=True):
+        difference = candidate.dequantize(torch.float32).double() - weight.cuda().double()
+        exact = ((difference @ hessian.cuda().double()) * difference).sum()
+        assert float(reported) == pytest.approx(float(exact), rel=1e-3)
+
+
+def test_float64_is_worked_on_in_float64():
+    weight, hessian = layer(40, 96, 300)
+    grids = [Grid(3, 32), Grid(4, None, True)]
+    here = gptq(weight.double(), hessian.double(), grids, sweeps=2)
+    there = gptq(weight.double().cuda(), hessian.double().cuda(), grids, sweeps=2)
+    for a, b in zip(here.candidates, there.candidates, strict=True):
+        assert torch.equal(a.codes(), b.codes().cpu())
+        torch.testing.assert_close(b.scales.cpu(), a.scales, rtol=1e-10, atol=0)

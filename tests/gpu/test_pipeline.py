@@ -1,0 +1,38 @@
+"""Whole jobs on a GPU, with the built-in models and few steps."""
+
+import json
+
+import pytest
+
+from rco.cli import main
+
+pytestmark = pytest.mark.gpu
+
+SMALL = [
+    "--device", "cuda", "--sequences", "8", "--selection", "4", "--evaluation", "4", "--length", "64",
+    "--steps", "2", "--samples", "2", "--refine", "2", "--json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("memory", ["resident", "offload"])
+def test_quantize_and_evaluate(tmp_path, capsys, memory):
+    run = tmp_path / "run"
+    widths = ["--widths", "2,3,4", "--sensitivity", "4", "--memory", memory]
+    assert (
+        main(
+            ["quantize", "tiny-llama", "--bits", "3", "--format", "dense", "--out", str(run), *widths, *SMALL]
+        )
+        == 0
+    )
+    outcome = json.loads(capsys.readouterr().out)
+    assert outcome["memory"]["search_bytes"] > 0
+    rows = {row["name"]: row for row in outcome["evaluation"]}
+    assert 0 < rows["RCO"]["kl"] < rows["uniform 2"]["kl"] if "uniform 2" in rows else rows["RCO"]["kl"] > 0
+    assert main(["evaluate", str(run), "--reference", "tiny-llama", "--device", "cuda", "--sequences", "4",
+                 "--length", "64", "--json"]) == 0  # fmt: skip
+
+
+def test_prune(tmp_path, capsys):
+    assert main(["prune", "tiny-moe", "--experts", "0.25", "--out", str(tmp_path / "run"), *SMALL]) == 0
+    outcome = json.loads(capsys.readouterr().out)
+    assert outcome["evaluation"]
