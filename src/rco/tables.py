@@ -41,6 +41,11 @@ BACKENDS: dict[str, str] = {
 FORMATS: dict[str, str] = {
     "compressed-tensors": "rco.export.compressed_tensors:CompressedTensorsExporter",
     "dense": "rco.export.dense:DenseExporter",
+    "llama.cpp": "rco.export.llama_cpp:LlamaCppExporter",
+    "gptqmodel": "rco.export.gptqmodel:GPTQModelExporter",
+    "llm-compressor": "rco.export.llm_compressor:LLMCompressorExporter",
+    "auto-round": "rco.export.auto_round:AutoRoundExporter",
+    "mlx": "rco.export.mlx:MLXExporter",
 }
 
 

@@ -43,8 +43,9 @@ class ExportSummary:
         format: Name of the format.
         path: The folder.
         files: Size in bytes of every file in it.
-        tensors: Data bytes of every tensor.
-        total_bytes: Size of all safetensors files, headers included.
+        tensors: Data bytes of every tensor; of a recipe, those that the tool will write, where that is known.
+        total_bytes: Size of all safetensors files, headers included; of a recipe, of the tensors alone.
+        usage: How to go on from a recipe.
     """
 
     format: str
@@ -52,16 +53,14 @@ class ExportSummary:
     files: dict[str, int]
     tensors: dict[str, int]
     total_bytes: int
+    usage: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The summary as plain data."""
-        return {
-            "format": self.format,
-            "path": str(self.path),
-            "files": self.files,
-            "tensors": self.tensors,
-            "total_bytes": self.total_bytes,
-        }
+        """The summary as plain data, without what is not known."""
+        described: dict[str, Any] = {"format": self.format, "path": str(self.path), "files": self.files}
+        if self.tensors:
+            described |= {"tensors": self.tensors, "total_bytes": self.total_bytes}
+        return described | ({"usage": self.usage} if self.usage else {})
 
 
 class Exporter(Protocol):

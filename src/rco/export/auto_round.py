@@ -1,0 +1,60 @@
+"""A recipe for AutoRound: its ``layer_config``, one entry per linear.
+
+AutoRound gives its default scheme to every linear of a block that has no entry, so routers and whatever else is
+never searched are listed with 16 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from rco.backends.accounting import Scheme
+from rco.export.base import ExportError
+from rco.export.recipes import Choice, Recipe, RecipeExporter, as_json
+
+__all__ = ["AutoRoundExporter"]
+
+_MULTIPLE = 32  # AutoRound leaves integer weights alone whose rows or columns are no multiple of it
+_LEFT_ALONE = {"bits": 16, "data_type": "float", "act_bits": 16}
+_USAGE = """\
+    import json
+    from auto_round import AutoRound
+
+    settings = json.load(open("auto_round.json"))
+    rounding = AutoRound(MODEL, scheme=settings["scheme"], layer_config=settings["layer_config"])
+    rounding.quantize_and_save(OUT, format="{format}")
+"""
+
+
+class AutoRoundExporter(RecipeExporter):
+    """Writes AutoRound's layer configuration."""
+
+    name: ClassVar[str] = "auto-round"
+
+    def recipe(self, choice: Choice) -> Recipe:
+        """``auto_round.json``: the default scheme and an entry for each linear."""
+        choice.require("AutoRound", set(range(2, 9)))
+        config: dict[str, dict[str, Any]] = {name: dict(_LEFT_ALONE) for name in choice.other_linears()}
+        for name, info in choice.linears.items():
+            scheme = choice.schemes[name]
+            if scheme.dense:
+                if info.role != "head":  # outside the blocks nothing is quantized unless it is listed
+                    config[name] = dict(_LEFT_ALONE)
+                continue
+            if info.out_features % _MULTIPLE or info.in_features % _MULTIPLE:
+                raise ExportError(
+                    f"{name} is {info.out_features}x{info.in_features}; AutoRound leaves a matrix alone unless "
+                    f"both sides are multiples of {_MULTIPLE}. Search again with it left out (--skip)."
+                )
+            config[name] = _entry(scheme)
+        # AutoRound refuses zero points at 8 bits for its other formats, which no kernel reads.
+        wide = any(scheme.bits == 8 and not scheme.symmetric for scheme in choice.quantized.values())
+        usage = _USAGE.format(format="llm_compressor" if wide else "auto_round")
+        content = {"scheme": _entry(choice.commonest), "layer_config": config}
+        return Recipe({"auto_round.json": as_json(content)}, usage)
+
+
+def _entry(scheme: Scheme) -> dict[str, Any]:
+    size = -1 if scheme.group_size is None else scheme.group_size
+    entry = {"bits": scheme.bits, "group_size": size, "sym": scheme.symmetric, "data_type": "int"}
+    return entry | {"act_bits": 16}

@@ -1,0 +1,290 @@
+"""Recipes: each is read back by the rules of its tool, and by the tool's own parser where that is installed."""
+
+import json
+import re
+import sys
+import types
+
+import pytest
+import torch
+
+from rco import tables
+from rco.backends.accounting import DENSE, Scheme
+from rco.export import ExportError
+from rco.export.mlx import mlx_paths
+from rco.models.layout import ARCHITECTURES
+from rco.models.loading import wrap_model
+from rco.models.moe_linears import model_linears
+from rco.models.tiny import tiny_model
+
+RECIPES = ["gptqmodel", "llm-compressor", "auto-round", "mlx"]
+SCHEMES = [Scheme(2, 32, symmetric=False), Scheme(4, 64), Scheme(3, None), Scheme(8, 64), DENSE]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return wrap_model(tiny_model("llama", hidden_size=128, intermediate_size=256, head_dim=32))
+
+
+@pytest.fixture(scope="module")
+def moe():
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "head_dim": 32,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 64,
+    }
+    return wrap_model(tiny_model("qwen2_moe", shared_expert_intermediate_size=128, **sizes))
+
+
+def linears_of(loaded):
+    return {info.name: info for info in model_linears(loaded.layout, loaded.model, include_head=True)}
+
+
+def chosen(loaded, schemes=SCHEMES):
+    """A scheme for every linear, all of them in use, the output layer left alone."""
+    names = list(linears_of(loaded))
+    found = {name: schemes[i % len(schemes)] for i, name in enumerate(names)}
+    return found | {names[-1]: DENSE}
+
+
+def export(name, loaded, schemes, rtn, out, **keywords):
+    linears = linears_of(loaded)
+    weights = {
+        linear: rtn(linears[linear].weight, scheme.bits, scheme.group_size, scheme.symmetric)
+        for linear, scheme in schemes.items()
+        if not scheme.dense
+    }
+    return tables.load(tables.FORMATS, name, "format")().export(loaded, weights, out, **keywords)
+
+
+def arguments(scheme):
+    return {"bits": scheme.bits, "group_size": scheme.group_size or -1, "sym": scheme.symmetric}
+
+
+# -------------------------------------------------------------------------------- every recipe
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_folder_is_whole_and_is_not_overwritten_unasked(name, llama, rtn, tmp_path):
+    schemes = chosen(llama, [Scheme(4, 64), Scheme(2, 32, symmetric=False), DENSE])
+    summary = export(name, llama, schemes, rtn, tmp_path / "out")
+    assert summary.format == name
+    assert summary.files == {p.name: p.stat().st_size for p in (tmp_path / "out").iterdir()}
+    assert "README.md" in summary.files
+    with pytest.raises(ExportError, match="not empty"):
+        export(name, llama, schemes, rtn, tmp_path / "out")
+    export(name, llama, schemes, rtn, tmp_path / "out", overwrite=True)
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "llama.cpp"])
+def test_recipe_refuses_nothing_to_do_and_unknown_linears(name, llama, rtn, tmp_path):
+    exporter = tables.load(tables.FORMATS, name, "format")()
+    with pytest.raises(ExportError, match="left alone"):
+        exporter.export(llama, {}, tmp_path / "out")
+    with pytest.raises(ExportError, match="no linear 'nowhere'"):
+        exporter.export(llama, {"nowhere": rtn(torch.ones(4, 64), 4, 32, True)}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# ----------------------------------------------------------------------------------- GPTQModel
+
+
+def gptqmodel_override(dynamic, name):
+    """The documented rule: exclusions first, then in order; a pattern is matched from the start of the name."""
+    ordered = sorted(dynamic.items(), key=lambda item: not item[0].startswith("-"))
+    for pattern, override in ordered:
+        if re.match(pattern.removeprefix("-:").removeprefix("+:"), name):
+            return False if pattern.startswith("-:") else override
+    return None
+
+
+def test_gptqmodel_rules_give_every_linear_its_scheme(llama, rtn, tmp_path):
+    schemes = chosen(llama)
+    export("gptqmodel", llama, schemes, rtn, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "quantize_config.json").read_text())
+    assert not config["lm_head"]
+    for name, scheme in schemes.items():
+        if name != "lm_head":
+            expected = False if scheme.dense else arguments(scheme)
+            assert gptqmodel_override(config["dynamic"], name) == expected
+
+
+def test_gptqmodel_quantizes_the_output_layer_when_it_was_searched(llama, rtn, tmp_path):
+    export("gptqmodel", llama, {"lm_head": Scheme(8, 64)}, rtn, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "quantize_config.json").read_text())["lm_head"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gptqmodel_itself_reads_the_rules(llama, rtn, tmp_path):
+    config_module = pytest.importorskip("gptqmodel.quantization.config")
+    schemes = chosen(llama)
+    export("gptqmodel", llama, schemes, rtn, tmp_path / "out")
+    content = json.loads((tmp_path / "out" / "quantize_config.json").read_text())
+    config = config_module.QuantizeConfig(**content)
+    for name, scheme in schemes.items():
+        if name == "lm_head":
+            continue
+        if scheme.dense:
+            assert config.dynamic_get(name) is False
+        else:
+            assert {key: config.dynamic_get(name, key) for key in arguments(scheme)} == arguments(scheme)
+
+
+# ------------------------------------------------------------------------------ llm-compressor
+
+
+def test_llm_compressor_groups_hold_every_linear_once(llama, rtn, tmp_path):
+    schemes = chosen(llama)
+    export("llm-compressor", llama, schemes, rtn, tmp_path / "out")
+    recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
+    modifier = recipe["quantization_stage"]["quantization_modifiers"]["GPTQModifier"]
+    found = {}
+    for group in modifier["config_groups"].values():
+        weights = group["weights"]
+        assert weights["strategy"] == ("channel" if weights["group_size"] is None else "group")
+        for target in group["targets"]:
+            assert target not in found
+            found[target] = Scheme(weights["num_bits"], weights["group_size"], weights["symmetric"])
+    assert found == {name: scheme for name, scheme in schemes.items() if not scheme.dense}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_llm_compressor_itself_reads_the_recipe(llama, rtn, tmp_path):
+    recipe_module = pytest.importorskip("llmcompressor.recipe")
+    schemes = chosen(llama)
+    export("llm-compressor", llama, schemes, rtn, tmp_path / "out")
+    recipe = recipe_module.Recipe.create_instance(str(tmp_path / "out" / "recipe.json"))
+    (modifier,) = recipe.modifiers
+    assert type(modifier).__name__ == "GPTQModifier"
+    found = {
+        target: Scheme(group.weights.num_bits, group.weights.group_size, group.weights.symmetric)
+        for group in modifier.resolved_config.config_groups.values()
+        for target in group.targets
+    }
+    assert found == {name: scheme for name, scheme in schemes.items() if not scheme.dense}
+
+
+# ---------------------------------------------------------------------------------- AutoRound
+
+AUTO_ROUND_KEYS = {"bits", "group_size", "sym", "data_type", "act_bits"}
+
+
+@pytest.mark.parametrize("model", ["llama", "moe"])
+def test_auto_round_names_every_linear_of_a_block(model, rtn, tmp_path, request):
+    loaded = request.getfixturevalue(model)
+    schemes = chosen(loaded)
+    export("auto-round", loaded, schemes, rtn, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "auto_round.json").read_text())["layer_config"]
+    for name, module in loaded.model.named_modules():
+        if not isinstance(module, torch.nn.Linear) or name == "lm_head":
+            continue
+        scheme = schemes.get(name, DENSE)  # routers are in no search
+        assert set(config[name]) <= AUTO_ROUND_KEYS
+        expected = {"bits": 16} if scheme.dense else arguments(scheme) | {"data_type": "int"}
+        assert expected.items() <= config[name].items()
+
+
+def test_auto_round_recipe_says_which_format_takes_zero_points_at_8_bits(llama, rtn, tmp_path):
+    export("auto-round", llama, chosen(llama, [Scheme(8, 64, symmetric=False)]), rtn, tmp_path / "out")
+    assert 'format="llm_compressor"' in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_auto_round_recipe_refuses_what_it_would_leave_alone(rtn, tmp_path):
+    odd = wrap_model(tiny_model("llama"))  # 48 rows
+    with pytest.raises(ExportError, match="multiples of 32"):
+        export("auto-round", odd, chosen(odd, [Scheme(4, 16)]), rtn, tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_auto_round_itself_resolves_the_layers(llama, rtn, tmp_path):
+    resolver = pytest.importorskip("auto_round.compressors.layer_config_resolver")
+    schemes_module = pytest.importorskip("auto_round.schemes")
+    schemes = chosen(llama)
+    export("auto-round", llama, schemes, rtn, tmp_path / "out")
+    content = json.loads((tmp_path / "out" / "auto_round.json").read_text())
+    default, _, _ = schemes_module.parse_scheme(content["scheme"], {})
+    scheme = types.SimpleNamespace(value=default, preset_name=None)
+    blocks = [[name for name, _ in llama.layout.blocks(llama.model)]]
+    resolved = resolver.resolve_layer_config(
+        model=llama.model, scheme=scheme, layer_config=content["layer_config"], quant_block_list=blocks
+    )
+    for name, wanted in schemes.items():
+        if name == "lm_head":
+            assert name not in resolved
+        elif wanted.dense:
+            assert resolved[name]["bits"] == 16
+        else:
+            assert {key: resolved[name][key] for key in arguments(wanted)} == arguments(wanted)
+
+
+# ----------------------------------------------------------------------------------------- MLX
+
+MLX_SCHEMES = [Scheme(2, 32, symmetric=False), Scheme(4, 64), Scheme(8, 32), DENSE]
+
+
+def predicate_of(folder, monkeypatch):
+    """The predicate of the written script, run with a stand-in for mlx-lm."""
+    stand_in = types.ModuleType("mlx_lm")
+    stand_in.convert = None
+    monkeypatch.setitem(sys.modules, "mlx_lm", stand_in)
+    space = {"__file__": str(folder / "convert.py"), "__name__": "convert"}
+    exec(compile((folder / "convert.py").read_text(), "convert.py", "exec"), space)
+    return space["predicate"]
+
+
+def test_mlx_predicate_answers_for_every_linear(llama, rtn, tmp_path, monkeypatch):
+    schemes = chosen(llama, MLX_SCHEMES)
+    export("mlx", llama, schemes, rtn, tmp_path / "out")
+    predicate = predicate_of(tmp_path / "out", monkeypatch)
+    for name, scheme in schemes.items():
+        expected = {"group_size": scheme.group_size, "bits": scheme.bits, "mode": "affine"}
+        assert predicate(name, None) == (False if scheme.dense else expected)
+    assert predicate("model.embed_tokens", None) is False
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [(Scheme(7, 64), "7 bits"), (Scheme(4, 16), "groups of 16"), (Scheme(4, None), "groups of 256")],
+)
+def test_mlx_recipe_refuses_grids_that_mlx_lacks(scheme, message, llama, rtn, tmp_path):
+    with pytest.raises(ExportError, match=message):
+        export("mlx", llama, chosen(llama, [scheme]), rtn, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "paths"),
+    [
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w3", ["block_sparse_moe.switch_mlp.up_proj"]),
+        ("olmoe", "model.layers.1.mlp.experts.3.down_proj", ["mlp.switch_mlp.down_proj"]),
+        ("gpt_oss", "model.layers.1.mlp.experts.3.gate_proj", ["mlp.experts.gate_proj"]),
+        ("deepseek_v3", "model.layers.1.self_attn.kv_b_proj", ["self_attn.embed_q", "self_attn.unembed_out"]),
+    ],
+)
+def test_mlx_paths_where_mlx_differs(model_type, name, paths):
+    assert mlx_paths(ARCHITECTURES[model_type], name) == tuple(f"model.layers.1.{path}" for path in paths)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlx_itself_quantizes_by_the_table(llama, rtn, tmp_path):
+    nn = pytest.importorskip("mlx.nn")
+    utils = pytest.importorskip("mlx_lm.utils")
+    from mlx_lm.models import llama as mlx_llama
+
+    schemes = chosen(llama, MLX_SCHEMES)
+    export("mlx", llama, schemes, rtn, tmp_path / "out")
+    table = json.loads((tmp_path / "out" / "quantization.json").read_text())
+    config = json.loads(llama.model.config.to_json_string(use_diff=False))
+    model = mlx_llama.Model(mlx_llama.ModelArgs.from_dict(config | {"rope_theta": 1e4}))
+    model, described = utils.quantize_model(
+        model, config, table["group_size"], table["bits"],
+        quant_predicate=lambda path, module: table["modules"].get(path, False),
+    )  # fmt: skip
+    modules = dict(model.named_modules())
+    for name, scheme in schemes.items():
+        if scheme.dense:
+            assert isinstance(modules[name], nn.Linear)
+        else:
+            assert (modules[name].bits, modules[name].group_size) == (scheme.bits, scheme.group_size)
+            assert described["quantization"][name]["bits"] == scheme.bits
