@@ -176,7 +176,7 @@ def test_experts_share_one_tensor_for_each_projection():
         for expert in (0, 17):
             name = f"model.layers.3.mlp.experts.{expert}.{projection}_proj"
             assert gguf_names(layout, name) == (f"blk.3.ffn_{projection}_exps.weight",)
-    mixtral = [f"model.layers.0.block_sparse_moe.experts.1.w{i}" for i in (1, 2, 3)]
+    mixtral = [f"model.layers.0.mlp.experts.1.w{i}" for i in (1, 2, 3)]
     stored = [gguf_names(ARCHITECTURES["mixtral"], name)[0] for name in mixtral]
     assert stored == [f"blk.0.ffn_{part}_exps.weight" for part in ("gate", "down", "up")]
 

@@ -256,7 +256,7 @@ def test_mlx_recipe_refuses_grids_that_mlx_lacks(scheme, message, llama, rtn, tm
 @pytest.mark.parametrize(
     ("model_type", "name", "paths"),
     [
-        ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w3", ["block_sparse_moe.switch_mlp.up_proj"]),
+        ("mixtral", "model.layers.1.mlp.experts.3.w3", ["block_sparse_moe.switch_mlp.up_proj"]),
         ("olmoe", "model.layers.1.mlp.experts.3.down_proj", ["mlp.switch_mlp.down_proj"]),
         ("gpt_oss", "model.layers.1.mlp.experts.3.gate_proj", ["mlp.experts.gate_proj"]),
         ("deepseek_v3", "model.layers.1.self_attn.kv_b_proj", ["self_attn.embed_q", "self_attn.unembed_out"]),

@@ -17,15 +17,13 @@ import numpy as np
 from torch import nn
 
 from rco.backends.accounting import (
-    DENSE,
     FileLayout,
-    Scheme,
     fixed_bytes,
     option_bytes,
     stored_bits,
     weight_bits,
 )
-from rco.backends.plan import LEAVE_ALONE, PRUNED, Group, QuantizationPlan
+from rco.backends.plan import PRUNED, Group, QuantizationPlan
 from rco.models.layout import LinearInfo
 from rco.models.moe import MoELayer
 from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear
@@ -104,10 +102,6 @@ class BitCosts:
                 "would cost nothing: lock them (--lock attention=16), or count everything (--count all)."
             )
 
-    def scheme(self, width: int) -> Scheme:
-        """What a width means in the artifact."""
-        return DENSE if width == LEAVE_ALONE else Scheme(width, self.plan.group_size, self.plan.symmetric)
-
     def counts(self, group: Group) -> bool:
         """Whether a group is counted."""
         return self.counts_linear(group.members[0])
@@ -124,7 +118,9 @@ class BitCosts:
         """Cost of one linear at one width; an expert that is pruned costs nothing."""
         if width == PRUNED:
             return 0
-        scheme = self.scheme(width)
+        scheme, file = self.plan.scheme(info, width), self.plan.gguf
+        if file is not None and self.kind in ("bpw", "size"):
+            return file.linear_bytes(info, width) * (8 if self.kind == "bpw" else 1)
         if self.kind == "size":
             return option_bytes(info, scheme, self._layout)
         if self.kind == "bpw":
@@ -175,6 +171,8 @@ class BitCosts:
         """What no choice changes: bytes of everything else, for a size."""
         if self.kind != "size":
             return 0
+        if self.plan.gguf is not None:
+            return self.plan.gguf.fixed_bytes(self.plan.linears)
         names = [info.name for info in self.plan.linears]
         return fixed_bytes(self.model, names, self._layout, self.linears)
 

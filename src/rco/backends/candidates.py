@@ -72,8 +72,8 @@ def candidate_identity(
         "model": loaded.fingerprint,
         "data": calibration.fingerprint if settings.method == "gptq" else None,
         "widths": list(plan.packed_widths),
-        "group_size": plan.group_size,
-        "symmetric": plan.symmetric,
+        "group_size": plan.group_size if plan.gguf is None else "GGUF",
+        "symmetric": plan.symmetric if plan.gguf is None else "GGUF",
         "linears": list(dict.fromkeys(names)),
         "storage": str(dtype).removeprefix("torch."),
         "method": settings.method,
@@ -146,9 +146,6 @@ def build_candidates(
         if settings.method == "gptq"
         else None
     )
-    grids = {
-        option_label(width): Grid(width, plan.group_size, plan.symmetric) for width in plan.packed_widths
-    }
 
     def make(index: int, sharers: int) -> dict[str, Any]:
         group = groups[index]
@@ -171,7 +168,7 @@ def build_candidates(
         candidates: dict[str, dict[str, PackedWeight]] = {}
         statistics: dict[str, dict[str, dict[str, Any]]] = {}
         for info in linears:
-            accumulator = hessians.get(info.name)
+            accumulator, grids = hessians.get(info.name), _grids(plan, info)
             packed, errors, relative = quantize_matrix(
                 info.weight.detach().float(),
                 None if accumulator is None else accumulator.matrix(),
@@ -187,8 +184,14 @@ def build_candidates(
             advance(sharers)  # the other ranks are about as far
         if sparse is not None:
             step = sharers * (len(group) - len(linears)) / (2 * sparse.num_experts)
+            stacked = {info.stored_in: info for info in group if isinstance(info, ExpertLinear)}
             stacks, found = quantize_experts(
-                sparse, experts, grids, settings.arguments(), storage_dtype, partial(advance, step)
+                sparse,
+                experts,
+                {name: _grids(plan, info) for name, info in stacked.items()},
+                settings.arguments(),
+                storage_dtype,
+                partial(advance, step),
             )
             candidates.update(stacks)
             statistics.update(found)
@@ -206,6 +209,14 @@ def build_candidates(
             store.enter(index, entry)
         done = before
         advance(sum(len(groups[index]) for index in together))
+
+
+def _grids(plan: QuantizationPlan, info: LinearInfo) -> dict[str, Grid]:
+    """Label -> grid of every width of a linear."""
+    schemes = {option_label(width): plan.scheme(info, width) for width in plan.packed_widths}
+    return {
+        label: Grid(scheme.bits, scheme.group_size, scheme.symmetric) for label, scheme in schemes.items()
+    }
 
 
 def _shared_inputs(loaded: LoadedModel, group: Sequence[LinearInfo]) -> dict[str, str]:

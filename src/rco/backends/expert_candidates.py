@@ -38,7 +38,7 @@ def expert_layer_of(linears: Sequence[LinearInfo]) -> MoELayer | None:
 def quantize_experts(
     layer: MoELayer,
     hessians: ExpertHessians | None,
-    grids: Mapping[str, Grid],
+    grids: Mapping[str, Mapping[str, Grid]],
     settings: Mapping[str, Any],
     storage_dtype: torch.dtype,
     on_expert: Callable[[], None],
@@ -48,7 +48,7 @@ def quantize_experts(
     Args:
         layer: The layer.
         hessians: Its input statistics; None rounds to nearest.
-        grids: Label -> grid.
+        grids: State-dict name of a stacked tensor -> label -> grid.
         settings: Further arguments of :func:`rco.compressors.gptq.gptq` (``clip`` alone if rounding to nearest).
         storage_dtype: Type of the scales.
         on_expert: Called after each expert's stack.
@@ -60,6 +60,7 @@ def quantize_experts(
     candidates: dict[str, Options] = {}
     statistics: dict[str, Statistics] = {}
     for name, stack in zip(("gate_up_proj", "down_proj"), original_stacks(layer), strict=True):
+        key = f"{layer.experts_name}.{name}"
         matrices = None if hessians is None else hessians.matrices(down=name == "down_proj")
         parts: list[list[PackedWeight]] = []
         errors, relative = [], []
@@ -67,15 +68,14 @@ def quantize_experts(
             weight = stack[expert].reshape(-1, stack.shape[3]).float()
             hessian = None if matrices is None else matrices[expert]
             packed, error, share = quantize_matrix(
-                weight, hessian, list(grids.values()), settings, storage_dtype
+                weight, hessian, list(grids[key].values()), settings, storage_dtype
             )
             parts.append(packed)
             errors.append(error)
             relative.append(share)
             on_expert()
-        key = f"{layer.experts_name}.{name}"
         candidates[key] = {
-            label: stack_rows([packed[k] for packed in parts]) for k, label in enumerate(grids)
+            label: stack_rows([packed[k] for packed in parts]) for k, label in enumerate(grids[key])
         }
         statistics[key] = {
             label: {
@@ -84,7 +84,7 @@ def quantize_experts(
                 "tokens": None if hessians is None else hessians.visits.tolist(),
                 "added_tokens": None if hessians is None else hessians.added.tolist(),
             }
-            for k, label in enumerate(grids)
+            for k, label in enumerate(grids[key])
         }
     return candidates, statistics
 

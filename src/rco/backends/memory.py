@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rco.backends.accounting import Scheme, stored_bits
+from rco.backends.accounting import stored_bits
 from rco.backends.plan import QuantizationPlan
 from rco.losses import LOGITS_BYTES, chunk_length
 from rco.models.layout import LinearInfo
@@ -100,10 +100,7 @@ def search_memory(
     parameters = sum(p.numel() for p in loaded.model.parameters())
     own = sum(info.parameters for info in plan.linears if info.role not in ("head", EXPERT_ROLE))
     per_linear = {
-        info.name: sum(
-            stored_bits(info, Scheme(w, plan.group_size, plan.symmetric)) for w in plan.packed_widths
-        )
-        // 8
+        info.name: sum(stored_bits(info, plan.scheme(info, w)) for w in plan.packed_widths) // 8
         for info in plan.linears
     }
     candidates = sum(per_linear.values())

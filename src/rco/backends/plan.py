@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from rco.backends.accounting import DENSE, Scheme
+from rco.backends.gguf_file import GGUFFile
 from rco.models.layout import Layout, LinearInfo
 from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear
 
@@ -111,7 +113,10 @@ class Group:
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """Groups, the widths on offer and the grid they use."""
+    """Groups, the widths on offer and the grid they use.
+
+    A plan for GGUF files has no one grid: there ``group_size`` and ``symmetric`` say nothing, :meth:`scheme` does.
+    """
 
     groups: tuple[Group, ...]
     widths: tuple[int, ...]
@@ -119,6 +124,15 @@ class QuantizationPlan:
     symmetric: bool
     preset: ServingPreset
     skipped: tuple[str, ...] = field(default=())  # linears left alone and outside the budget
+    gguf: GGUFFile | None = None
+
+    def scheme(self, info: LinearInfo, width: int) -> Scheme:
+        """How a linear is stored at a width that is not that of pruning."""
+        if width == LEAVE_ALONE:
+            return DENSE
+        if self.gguf is not None:
+            return self.gguf.scheme_of(info, width)
+        return Scheme(width, self.group_size, self.symmetric)
 
     @property
     def linears(self) -> tuple[LinearInfo, ...]:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.backends.accounting import Scheme
 from rco.backends.base import Backend, Budget
 from rco.backends.bit_costs import BitCosts, Count, Visits
 from rco.backends.candidates import (
@@ -127,10 +126,6 @@ class QuantizationBackend(Backend):
         self.curvature: Tensor | None = None
 
     # ---------------------------------------------------------------- problem
-
-    def scheme(self, width: int) -> Scheme:
-        """What a width means in the artifact."""
-        return self.costs("bits").scheme(width)
 
     def costs(self, kind: str) -> BitCosts:
         """What options count under a kind of budget."""

@@ -95,6 +95,8 @@ def mlx_paths(layout: Layout, name: str) -> tuple[str, ...]:
         stem = name.removesuffix("kv_b_proj")
         return f"{stem}embed_q", f"{stem}unembed_out"
     name = _EXPERT.sub(lambda found: _MIXTRAL.get(found[1], found[1]), name)
-    if layout.model_type != "gpt_oss":
+    if layout.model_type == "mixtral":
+        name = name.replace(".mlp.experts.", ".block_sparse_moe.switch_mlp.")
+    elif layout.model_type != "gpt_oss":
         name = name.replace(".experts.", ".switch_mlp.")
     return (name,)

@@ -39,9 +39,9 @@ _LINEARS: dict[str, tuple[str, ...]] = {
     **{f"mlp.{s}.{path}": (f"ffn_{name}_shexp",) for s in _SHARED for path, name in _GATE_UP_DOWN.items()},
     **{f"mlp.experts.{path}": (f"ffn_{name}_exps",) for path, name in _GATE_UP_DOWN.items()},
     "mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
-    "block_sparse_moe.experts.w1": ("ffn_gate_exps",),  # Mixtral's checkpoints
-    "block_sparse_moe.experts.w2": ("ffn_down_exps",),
-    "block_sparse_moe.experts.w3": ("ffn_up_exps",),
+    "mlp.experts.w1": ("ffn_gate_exps",),  # Mixtral
+    "mlp.experts.w2": ("ffn_down_exps",),
+    "mlp.experts.w3": ("ffn_up_exps",),
     "attn.c_attn": ("attn_qkv",),
     "attn.c_proj": ("attn_output",),
     "mlp.c_fc": ("ffn_up",),

@@ -118,8 +118,8 @@ def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) 
     )
     problem = backend.problem(budget)
     if config.format == "compressed-tensors":
-        schemes = [backend.scheme(width) for width in plan.packed_widths]
-        check_exportable(plan.linears, {info.name: schemes for info in plan.linears})
+        schemes = {i.name: [plan.scheme(i, width) for width in plan.packed_widths] for i in plan.linears}
+        check_exportable(plan.linears, schemes)
     tables.load(tables.METHODS, config.searcher, "method")
     expected = estimate(loaded, plan, config, residency, memory)
     return Planned(loaded, plan, backend, problem, budget, folder, expected)
