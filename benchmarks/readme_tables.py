@@ -7,6 +7,8 @@ import json
 import re
 from pathlib import Path
 
+from rco.studies.ablation_report import recommendation_table
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -112,10 +114,27 @@ def memory():
     return [*lines, ""]
 
 
+def ablations():
+    data = load("ablations")
+    if data is None:
+        return []
+    settings = data["settings"]
+    return [
+        f"**Settings of the search**, {settings['model']} at {settings['bits']} bits, {settings['seeds']} seeds "
+        f"(`{data['command']}`): the best of the",
+        "values tried, for Algorithm 1 as printed and for the whole search, and those whose mean KL lies within "
+        "one standard",
+        "error of the best. All nine sweeps with their plots: [docs/ablations](docs/ablations/ablations.md).",
+        "",
+        *recommendation_table(data).splitlines(),
+        "",
+    ]
+
+
 def main():
     path = ROOT / "README.md"
     text = path.read_text(encoding="utf-8")
-    body = "\n".join([*quality(), *smollm(), *solver(), *knapsack_study(), *memory()])
+    body = "\n".join([*quality(), *smollm(), *solver(), *knapsack_study(), *memory(), *ablations()])
     filled = re.sub(
         r"<!-- measured: begin -->.*?<!-- measured: end -->",
         lambda _: f"<!-- measured: begin -->\n{body}\n<!-- measured: end -->",

@@ -96,12 +96,20 @@ class CandidateStore:
         if blocks < 1:
             raise ValueError(f"A store has at least one block, got {blocks}.")
         folder = make_folder(Path(folder))
+        wanted = {
+            "format": FORMAT, "version": VERSION, "identity": as_json(identity), "blocks_total": blocks,
+        }  # fmt: skip
+        if (folder / _MANIFEST).exists():
+            # What is complete is only read: processes that start together need not queue for the lock.
+            manifest = _read_manifest(folder)
+            complete = len(manifest.get("blocks", {})) == blocks
+            if complete and not any(differences({key: manifest.get(key) for key in wanted}, wanted)):
+                store = cls(folder, manifest)
+                store._check_sizes()
+                return store
         lock = FolderLock(folder)
         lock.acquire()
         try:
-            wanted = {
-                "format": FORMAT, "version": VERSION, "identity": as_json(identity), "blocks_total": blocks,
-            }  # fmt: skip
             if not (folder / _MANIFEST).exists():
                 manifest = {**wanted, "blocks": {}}
                 write_json_atomic(folder / _MANIFEST, manifest)

@@ -191,7 +191,9 @@ def test_harness_results_get_plain_names(llama, monkeypatch):
                     "acc,none": 0.25,
                     "acc_stderr,none": 0.1,
                     "acc_norm,none": 0.5,
-                }
+                },
+                "humaneval": {"alias": "humaneval", "pass@1,create_test": 0.75},
+                "arc_easy_part": {"acc,none": 0.0},
             }
         }
 
@@ -211,6 +213,12 @@ def test_harness_results_get_plain_names(llama, monkeypatch):
     assert result == {"arc_easy": {"acc": 0.25, "acc_stderr": 0.1, "acc_norm": 0.5}}
     assert asked["model"] == (llama.model, llama.tokenizer, 2)
     assert asked["limit"] == 5
+    assert not asked["confirm_run_unsafe_code"]
+    with pytest.raises(EvaluationError, match="HF_ALLOW_CODE_EVAL=1"):
+        run_harness(llama, ["humaneval"])
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "1")
+    assert run_harness(llama, ["humaneval"]) == {"humaneval": {"pass@1": 0.75}}
+    assert asked["confirm_run_unsafe_code"]
     with pytest.raises(EvaluationError, match="lm-eval ls tasks"):
         run_harness(llama, ["nonsense"])
     with pytest.raises(EvaluationError, match="at least one"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -197,6 +198,19 @@ class QuantizationBackend(Backend):
             self.ranks.broadcast(store.manifest)
             return store
         return CandidateStore.join(self.store_folder, self.ranks.broadcast({}))
+
+    def regrouped(self, plan: QuantizationPlan) -> QuantizationBackend:
+        """The same model and candidates, under other groups of the same linears."""
+        if {info.name for info in plan.linears} != {info.name for info in self.plan.linears}:
+            raise ValueError("The other plan has other linears: its candidates are not these.")
+        if (plan.widths, plan.group_size, plan.symmetric) != (
+            self.plan.widths, self.plan.group_size, self.plan.symmetric,
+        ):  # fmt: skip
+            raise ValueError("The other plan has other widths or another grid: its candidates are not these.")
+        self.packed()  # loaded once, for both
+        other = copy.copy(self)
+        other.plan, other._costs, other._prior, other.curvature = plan, {}, None, None
+        return other
 
     def packed(self) -> Mapping[str, Mapping[str, PackedWeight]]:
         """Every candidate on its linear's device, or offloaded: linear -> width label -> packed weight."""

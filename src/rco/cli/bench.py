@@ -9,6 +9,9 @@ from typing import Annotated
 
 import typer
 
+from rco.cli.options import Switches, command_from_config
+from rco.pipeline.configs import AblationConfig
+
 __all__ = ["app"]
 
 app = typer.Typer(help="Studies and speed measurements.", no_args_is_help=True)
@@ -207,3 +210,38 @@ def memory(
             on_progress=progress.stage("memory"),
         )
     _write(report, to_markdown(report), out, f"memory_{shape}", as_json)
+
+
+def _ablations(config: AblationConfig, switches: Switches) -> None:
+    """Sweep the settings of the search one by one: the nine ablations of the paper, on any model.
+
+    rco bench ablations --quick
+
+    rco bench ablations --sweep samples --sweep temperature --seeds 5 --workers 2 --resume
+    """
+    import sys
+
+    from rco.cli.progress import make_progress
+    from rco.pipeline.ablations import plan_ablations, run_ablations
+    from rco.studies.ablation_report import ablation_markdown
+
+    if switches.dry_run:
+        plan = plan_ablations(config)
+        typer.echo(
+            f"{len(plan.runs)} runs for {len(plan.sweeps)} sweeps ({', '.join(s.name for s in plan.sweeps)}), "
+            f"about {plan.seconds / 60:.0f} minutes on one core of this machine"
+        )
+        return
+    try:
+        with make_progress(switches.quiet or switches.as_json) as progress:
+            record, written = run_ablations(config, progress)
+    except KeyboardInterrupt:
+        command = " ".join(["rco", *(a for a in sys.argv[1:] if a != "--resume"), "--resume"])
+        sys.stderr.write(f"\nStopped. What is done is kept; continue with:\n  {command}\n")
+        raise typer.Exit(130) from None
+    typer.echo(json.dumps(record) if switches.as_json else ablation_markdown(record))
+    for path in written:
+        typer.echo(f"wrote {path}", err=True)
+
+
+app.command("ablations")(command_from_config(AblationConfig, _ablations))

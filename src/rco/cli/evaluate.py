@@ -22,10 +22,17 @@ def _evaluate(config: EvaluateConfig, switches: Switches) -> None:
     from rich.table import Table
 
     from rco.cli.progress import make_progress
+    from rco.data.sources import resolve_source
     from rco.pipeline.evaluate import evaluate as run_job
+    from rco.pipeline.evaluate import headline
 
     if switches.dry_run:
-        typer.echo(f"would measure {', '.join(config.paths)} on {config.sequences} x {config.length} tokens")
+        resolve_source(config.data)  # an unknown name is an error now
+        also = f" and by {config.tasks}" if config.tasks else ""
+        typer.echo(
+            f"would measure {', '.join(config.paths)} on {config.sequences} x {config.length} tokens of "
+            f"{config.data}{also}"
+        )
         return
     with make_progress(switches.quiet or switches.as_json) as progress:
         rows = run_job(config, progress)
@@ -43,7 +50,9 @@ def _evaluate(config: EvaluateConfig, switches: Switches) -> None:
         kl = row.get("kl")
         cells.append(f"{kl['kl']:.4f} ± {kl['stderr'] or 0.0:.4f}" if kl else "")
         cells.append(f"{row['bytes']:,}" if "bytes" in row else "")
-        cells += [f"{row['tasks'][t]['acc']:.3f}" if t in row.get("tasks", {}) else "" for t in tasks]
+        for task in tasks:
+            value = headline(row.get("tasks", {}).get(task, {}))
+            cells.append("" if value is None else f"{value:.3f}")
         if tasks and len(rows) > 1:
             cells.append(f"{row['recovery']:.1f} %" if "recovery" in row else "")
         table.add_row(row["model"], *cells)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,10 @@ from rco.evaluation.statistics import EvaluationError
 from rco.models.loading import LoadedModel
 
 __all__ = ["harness_available", "run_harness"]
+
+# Tasks whose answers are programs; lm-eval runs them on this machine to see whether they work.
+_RUNS_CODE = ("humaneval", "mbpp")
+_ALLOW_CODE = "HF_ALLOW_CODE_EVAL"
 
 
 def harness_available() -> bool:
@@ -37,15 +42,23 @@ def run_harness(
         seed: For the choice of examples.
 
     Returns:
-        For every task its metrics by plain name, each with ``<metric>_stderr`` where lm-eval gives one.
+        For every task (or group of tasks) that was named its metrics by plain name, each with
+        ``<metric>_stderr`` where lm-eval gives one.
 
     Raises:
-        EvaluationError: lm-eval is not installed, a task is unknown to it, or its data cannot be had.
+        EvaluationError: lm-eval is not installed, a task is unknown to it, its data cannot be had, or it would run
+            generated code and nobody has allowed that.
     """
     if not harness_available():
         raise EvaluationError("lm-eval tasks need lm-eval: run pip install 'rco[eval]'.")
     if not tasks:
         raise EvaluationError("Name at least one lm-eval task, e.g. arc_easy.")
+    runs_code = [task for task in tasks if task.startswith(_RUNS_CODE)]
+    if runs_code and os.environ.get(_ALLOW_CODE) != "1":
+        raise EvaluationError(
+            f"{', '.join(runs_code)} run programs that the model writes, on this machine. In a sandbox, allow it "
+            f"with {_ALLOW_CODE}=1; otherwise drop them from the tasks."
+        )
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
@@ -62,13 +75,17 @@ def run_harness(
             numpy_random_seed=seed,
             torch_random_seed=seed,
             fewshot_random_seed=seed,
+            confirm_run_unsafe_code=bool(runs_code),
         )
     except (KeyError, ValueError, ConnectionError, OSError) as error:
         raise EvaluationError(
             f"lm-eval could not run {', '.join(tasks)}: {error}. Check the names with `lm-eval ls tasks`, and that "
             "the data sets are on this machine or the Hub can be reached."
         ) from error
-    return {task: _plain(metrics) for task, metrics in report["results"].items()}
+    results = report["results"]
+    # A group such as mmlu comes with its dozens of parts; whoever asked for the group wants its mean.
+    named = [task for task in tasks if task in results] or list(results)
+    return {task: _plain(results[task]) for task in named}
 
 
 def _plain(metrics: dict[str, Any]) -> dict[str, Any]:

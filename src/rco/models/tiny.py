@@ -5,14 +5,16 @@ For tests, examples and trying out a new row: the structure is the real one, the
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from rco.models.layout import layout_for
+from rco.models.zoo import find_builtin
 
-__all__ = ["tiny_config", "tiny_model"]
+__all__ = ["save_tiny", "tiny_config", "tiny_model"]
 
 _VOCABULARY = 96
 _COMMON: dict[str, Any] = {
@@ -108,3 +110,24 @@ def tiny_model(
                 scale = 0.3 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.1
                 parameter.add_(torch.randn_like(parameter) * scale)
     return model.eval().requires_grad_(False)
+
+
+def save_tiny(
+    model_type: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> Path:
+    """Write such a model as a checkpoint with a tokenizer (tiny-llama's), so that whole commands run on it."""
+    from transformers import AutoTokenizer
+
+    builtin = find_builtin("tiny-llama")
+    assert builtin is not None
+    tokenizer = AutoTokenizer.from_pretrained(builtin.locate()[0])
+    special = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    model = tiny_model(model_type, seed=seed, dtype=dtype, **{**special, **changes})
+    cast(Any, model).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

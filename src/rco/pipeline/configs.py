@@ -12,7 +12,14 @@ from typing import Any, Literal
 
 from rco.settings import setting
 
-__all__ = ["ComparePruneConfig", "EvaluateConfig", "ExportConfig", "PruneConfig", "QuantizeConfig"]
+__all__ = [
+    "AblationConfig",
+    "ComparePruneConfig",
+    "EvaluateConfig",
+    "ExportConfig",
+    "PruneConfig",
+    "QuantizeConfig",
+]
 
 Prior = Literal["fisher", "output-error", "uniform"]
 
@@ -269,4 +276,59 @@ class ComparePruneConfig(PruneConfig):
         described = super().identity()
         for name in ("seeds", "methods", "format", "padded", "by_domain", "searcher", "seed"):
             described.pop(name)
+        return described
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationConfig:
+    """Sweeps of the search's settings on one quantization problem; the flags of ``rco bench ablations``."""
+
+    model: str = setting("tiny-llama", help="Built-in name, local folder or Hub id.")
+    bits: str = setting("2.5", help="Average width of the quantized weights.")
+    sweep: list[str] = setting(
+        [],
+        help="samples, steps, equal-compute, temperature, learning-rate, antithetic, seeds, grouping, "
+        "calibration; repeatable, all by default.",
+        panel="Sweeps",
+    )
+    seeds: int = setting(
+        3, help="Seeds of every point; the sweep over seeds has at least five.", panel="Sweeps"
+    )
+    quick: bool = setting(False, help="Ends and centre of each sweep, little data, one seed.", panel="Sweeps")
+
+    steps: int = setting(40, help="Optimizer steps at the centre.", panel="Centre")
+    samples: int = setting(4, help="Gumbel samples per step at the centre.", panel="Centre")
+    lr: float = setting(0.1, help="Learning rate at the centre.", panel="Centre")
+    tau: float = setting(0.1, help="Last temperature at the centre.", panel="Centre")
+    refine: int = setting(20, help="Evaluations that exchange moves may spend.", panel="Centre")
+    prior_strength: float = setting(3.0, help="Scale of the initial logits.", panel="Centre")
+
+    widths: str = setting("2,3,4,5,6,7,8", help="Bits on offer.", panel="Candidates")
+    group_size: int = setting(64, help="Columns that share a scale; 0 for one per row.", panel="Candidates")
+    store: Path | None = setting(
+        None, help="Folder of the candidates; default: inside the run.", panel="Candidates"
+    )
+
+    data: str = setting("builtin", help="Calibration text: files, names, mixtures a+b.", panel="Data")
+    sequences: int = setting(96, help="Sequences for candidates and gradients.", panel="Data")
+    sensitivity: int = setting(32, help="Of these, sequences for the sensitivities.", panel="Data")
+    selection: int = setting(16, help="Sequences that choose among candidates.", panel="Data")
+    evaluation: int = setting(32, help="Sequences that judge the results.", panel="Data")
+    length: int = setting(192, help="Tokens per sequence.", panel="Data")
+
+    out: Path = setting(Path("runs/ablations"), help="Folder for runs, tables and plots.", panel="Machine")
+    device: str | None = setting("cpu", help="cpu, cuda or mps.", panel="Machine")
+    workers: int = setting(1, help="Processes; each loads the model.", panel="Machine")
+    threads: int = setting(1, help="Threads of each process.", panel="Machine")
+    resume: bool = setting(
+        False, help="Keep what --out holds and run what is missing; seeds and sweeps may be added.",
+        panel="Machine",
+    )  # fmt: skip
+
+    def identity(self) -> dict[str, Any]:
+        """What must agree for finished parts to be kept."""
+        described = dataclasses.asdict(self)
+        for name in ("out", "resume", "sweep", "seeds", "workers", "threads"):
+            described.pop(name)
+        described["store"] = str(self.store) if self.store else None
         return described

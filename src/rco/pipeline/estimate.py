@@ -14,7 +14,9 @@ from rco.backends.quantization import Residency
 from rco.models.loading import LoadedModel
 from rco.models.precision import default_compute_dtype
 
-__all__ = ["Estimate", "choose_residency", "estimate"]
+__all__ = ["Estimate", "choose_residency", "estimate", "forward_seconds"]
+
+_OVERHEAD = 1.3  # attention, norms and the assembly of weights, over the matrix products
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,7 @@ def estimate(
     head = loaded.layout.head(loaded.model).weight
     width = default_compute_dtype(loaded.device, loaded.dtype).itemsize
     sequences = config.sequences + config.selection
-    per_token = 2 * (sum(info.parameters for info in plan.linears) + head.numel())
-    forward = per_token * config.length
+    forward = _forward_operations(loaded, plan, config.length)
     passes = (
         3 * config.steps * config.samples * config.batch_size
         + config.selection * (5 + config.refine)
@@ -145,22 +146,32 @@ def estimate(
         reference_bytes=sequences * config.length * head.shape[1] * width,
         activation_bytes=memory.activations,
         workspace_bytes=memory.workspace,
-        seconds=(passes * forward * 1.3 + (gptq if config.method == "gptq" else 0)) / _rate(loaded.device),
+        seconds=(passes * forward * _OVERHEAD + (gptq if config.method == "gptq" else 0))
+        / _rate(loaded.device),
         residency=residency,
         on_gpu=loaded.device.type == "cuda",
     )
+
+
+def forward_seconds(loaded: LoadedModel, plan: QuantizationPlan, length: int) -> float:
+    """Time of one forward pass of the search over a sequence; a backward takes about twice that."""
+    return _forward_operations(loaded, plan, length) * _OVERHEAD / _rate(loaded.device)
+
+
+def _forward_operations(loaded: LoadedModel, plan: QuantizationPlan, length: int) -> int:
+    head = loaded.layout.head(loaded.model).weight
+    return 2 * (sum(info.parameters for info in plan.linears) + head.numel()) * length
 
 
 def _rate(device: torch.device) -> float:
     """Multiply-adds per second, twice, of a product like the model's."""
     a = torch.randn(512, 512, device=device)
     b = torch.randn(512, 1024, device=device)
-    for _ in range(2):
-        a @ b
-    began = time.perf_counter()
-    repeats = 10
-    for _ in range(repeats):
-        c = a @ b
-    float(c.sum())  # waits for the device
+    times = []
+    for _ in range(12):
+        began = time.perf_counter()
+        float((a @ b).sum())  # waits for the device
+        times.append(time.perf_counter() - began)
+    # The best of several: the first ones warm up, and others may use the machine at the moment.
     # A model's small operations keep it below the rate of a plain product.
-    return 0.5 * repeats * 2 * 512 * 512 * 1024 / (time.perf_counter() - began)
+    return 0.5 * 2 * 512 * 512 * 1024 / min(times)

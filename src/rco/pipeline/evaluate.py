@@ -17,7 +17,10 @@ from rco.models.precision import computing_in, default_compute_dtype
 from rco.pipeline.configs import EvaluateConfig
 from rco.pipeline.progress import Progress, Silent
 
-__all__ = ["checkpoint_of", "evaluate"]
+__all__ = ["checkpoint_of", "evaluate", "headline"]
+
+# What a task is judged by, in the order of preference; the two spellings of pass@1 are HumanEval's and MBPP's.
+_HEADLINES = ("acc", "pass@1", "pass_at_1", "exact_match")
 
 
 def checkpoint_of(path: str) -> str:
@@ -86,13 +89,18 @@ def _row(name: str, loaded: LoadedModel, data: CalibrationSet, config: EvaluateC
 
 
 def _add_recovery(rows: list[dict[str, Any]]) -> None:
-    """Accuracy in per cent of the first model's."""
-    full = rows[0].get("tasks", {})
+    """Accuracy, or the like, in per cent of the first model's, averaged over tasks."""
+    full = {task: headline(measured) for task, measured in rows[0].get("tasks", {}).items()}
     for row in rows[1:]:
         shares = [
-            100.0 * measured["acc"] / full[task]["acc"]
+            100.0 * value / whole
             for task, measured in row.get("tasks", {}).items()
-            if full.get(task, {}).get("acc")
+            if (whole := full.get(task)) and (value := headline(measured)) is not None
         ]
         if shares:
             row["recovery"] = sum(shares) / len(shares)
+
+
+def headline(measured: dict[str, Any]) -> float | None:
+    """The one number of a task: accuracy, or the share of programs that work; None if it has neither."""
+    return next((float(measured[name]) for name in _HEADLINES if name in measured), None)

@@ -20,6 +20,7 @@ from rco.backends.expert_pruning import ExpertPruningBackend
 from rco.core.problem import Allocation, AllocationProblem, InfeasibleBudgetError
 from rco.core.result import SearchResult
 from rco.data.calibration import CalibrationSet, DataSplits, build_splits
+from rco.data.sources import resolve_source
 from rco.evaluation.size import checkpoint_size, read_headers
 from rco.export.pruned_experts import export_pruned
 from rco.models.loading import LoadedModel, load_model
@@ -94,6 +95,9 @@ def plan_pruning(config: PruneConfig, progress: Progress | None = None) -> Plann
     """Load the model, form the problem, and refuse what cannot work, before anything expensive."""
     budget = parse_budget(config)
     tables.load(tables.METHODS, config.searcher, "method")
+    for spec in (config.data, config.eval_data):
+        if spec is not None:
+            resolve_source(spec)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     backend = ExpertPruningBackend(
         loaded,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from rco import tables
 from rco.backends.base import Budget
-from rco.backends.bit_costs import most_visited
+from rco.backends.bit_costs import Visits, most_visited
 from rco.backends.candidates import CandidateSettings
 from rco.backends.plan import ExpertGroups, QuantizationPlan, make_plan
 from rco.backends.quantization import QuantizationBackend, routing_visits
@@ -28,6 +28,7 @@ from rco.core.problem import Allocation, AllocationProblem
 from rco.core.refine import layer_order, spend, uniform_allocation
 from rco.core.result import SearchResult
 from rco.data.calibration import DataSplits, build_splits
+from rco.data.sources import resolve_source
 from rco.evaluation.size import average_bits, checkpoint_size
 from rco.export.compressed_tensors import check_exportable
 from rco.export.engines import validate_for_engine
@@ -43,7 +44,7 @@ from rco.pipeline.progress import Progress, Silent
 from rco.report import build_report
 from rco.runs import RunDirectory
 
-__all__ = ["Planned", "QuantizeOutcome", "plan_quantization", "quantize"]
+__all__ = ["Planned", "QuantizeOutcome", "plan_groups", "plan_quantization", "quantize"]
 
 
 @dataclass(frozen=True)
@@ -73,25 +74,15 @@ class QuantizeOutcome:
 def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) -> Planned:
     """Load the model, form groups and problem, and refuse what cannot work, before anything expensive."""
     budget = Budget.parse(bits=config.bits, bpw=config.bpw, size=config.size, active_bits=config.active_bits)
+    for spec in (config.data, config.eval_data):
+        if spec is not None:
+            resolve_source(spec)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     # Costs of active bits come from data, and so does what must not be pruned.
     visits = None
     if budget.kind == "active_bits" or config.allow_prune:
         visits = routing_visits(loaded, _splits(config, loaded).search)
-    plan = make_plan(
-        loaded.layout,
-        model_linears(loaded.layout, loaded.model, include_head=True),
-        widths=_parse_widths(config.widths),
-        group_size=config.group_size or None,
-        symmetric=config.symmetric,
-        serve=config.serve,
-        locks=config.lock,
-        skips=config.skip,
-        ties=config.tie,
-        experts=_expert_groups(config),
-        allow_prune=config.allow_prune,
-        protected=None if visits is None else most_visited(visits, sparse_layers(loaded.model)),
-    )
+    plan = plan_groups(config, loaded, visits)
     residency, memory = choose_residency(loaded, plan, config)
     folder = config.out or Path("runs") / slug(f"{Path(config.model).name}-{budget.kind}-{_amount(config)}")
     backend = QuantizationBackend(
@@ -123,6 +114,26 @@ def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) 
     tables.load(tables.METHODS, config.searcher, "method")
     expected = estimate(loaded, plan, config, residency, memory)
     return Planned(loaded, plan, backend, problem, budget, folder, expected)
+
+
+def plan_groups(
+    config: QuantizeConfig, loaded: LoadedModel, visits: Visits | None = None
+) -> QuantizationPlan:
+    """Groups and widths of a loaded model; ``visits`` of its experts say which must not be pruned."""
+    return make_plan(
+        loaded.layout,
+        model_linears(loaded.layout, loaded.model, include_head=True),
+        widths=_parse_widths(config.widths),
+        group_size=config.group_size or None,
+        symmetric=config.symmetric,
+        serve=config.serve,
+        locks=config.lock,
+        skips=config.skip,
+        ties=config.tie,
+        experts=_expert_groups(config),
+        allow_prune=config.allow_prune,
+        protected=None if visits is None else most_visited(visits, sparse_layers(loaded.model)),
+    )
 
 
 def quantize(config: QuantizeConfig, progress: Progress | None = None) -> QuantizeOutcome:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rco.folders import atomic_path, make_folder
+from rco.studies.drawing import figure_class, polish, save_figures
 from rco.studies.knapsack_methods import METHODS
 
 if TYPE_CHECKING:
@@ -42,35 +42,18 @@ def draw_figures(
     Raises:
         ImportError: matplotlib is not installed (``pip install "rco[plot]"``).
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            'Figures need matplotlib: pip install "rco[plot]", or ask for no figures.'
-        ) from error
-    make_folder(out)
+    blank = figure_class()
     drawn: dict[str, Figure] = {
-        "convergence": _convergence(Figure, study),
-        "violation": _violation(Figure, study),
-        "gaps": _gaps(Figure, study),
+        "convergence": _convergence(blank, study),
+        "violation": _violation(blank, study),
+        "gaps": _gaps(blank, study),
     }
     if multi_budget is not None:
-        drawn["multi_budget"] = _multi_budget(Figure, multi_budget)
+        drawn["multi_budget"] = _multi_budget(blank, multi_budget)
     if retraction is not None:
-        drawn["retraction"] = _retraction(Figure, retraction)
-    written = []
-    # Identifiers in an SVG are random and its date is today's unless told otherwise.
-    with matplotlib.rc_context({"svg.hashsalt": "rco"}):
-        for name, figure in drawn.items():
-            for kind in formats:
-                path = out / f"knapsack_{name}.{kind}"
-                metadata = {"Date": None} if kind == "svg" else None
-                with atomic_path(path) as temporary:
-                    figure.savefig(temporary, format=kind, dpi=dpi, metadata=metadata)
-                figure.set_layout_engine("none")  # laid out once is enough
-                written.append(path)
-    return written
+        drawn["retraction"] = _retraction(blank, retraction)
+    named = {f"knapsack_{name}": figure for name, figure in drawn.items()}
+    return save_figures(out, named, formats, dpi)
 
 
 def _grid(figure_class: type[Figure], count: int, title: str) -> tuple[Figure, list[Axes]]:
@@ -82,15 +65,6 @@ def _grid(figure_class: type[Figure], count: int, title: str) -> tuple[Figure, l
         extra.set_visible(False)
     figure.suptitle(title, fontsize=11)
     return figure, axes[:count]
-
-
-def _polish(axis: Axes, title: str) -> None:
-    axis.set_title(title, fontsize=9)
-    axis.tick_params(labelsize=7)
-    axis.grid(True, color="#dddddd", linewidth=0.6)
-    axis.set_axisbelow(True)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
 
 
 def _legend(figure: Figure, axes: list[Axes]) -> None:
@@ -121,7 +95,7 @@ def _traces(
                     label=METHODS[method] if j == 0 else None,
                     **style,
                 )
-        _polish(axis, f"{name} ({scenario['groups']} × {scenario['options']})")
+        polish(axis, f"{name} ({scenario['groups']} × {scenario['options']})")
     for axis in axes[-4:]:
         axis.set_xlabel("step", fontsize=8)
     for axis in axes[::4]:
@@ -193,7 +167,7 @@ def _gaps(figure_class: type[Figure], study: Mapping[str, Any]) -> Figure:
     axis.set_ylim(bottom=-0.002)
     axis.set_xticks(range(len(names)), names, rotation=25, ha="right")
     axis.set_ylabel("final gap in %", fontsize=9)
-    _polish(axis, "Final gap to the exact optimum, every instance")
+    polish(axis, "Final gap to the exact optimum, every instance")
     axis.tick_params(labelsize=8)
     _legend(figure, [axis])
     return figure
@@ -211,7 +185,7 @@ def _multi_budget(figure_class: type[Figure], record: Mapping[str, Any]) -> Figu
         axis.set_yscale("log")
         axis.set_ylim(_FLOOR / 3, 1.0)
         axis.set_xlabel("step", fontsize=8)
-        _polish(axis, METHODS[method])
+        polish(axis, METHODS[method])
     axes[0].set_ylabel("|C − B| / B", fontsize=8)
     return figure
 
@@ -242,7 +216,7 @@ def _retraction(figure_class: type[Figure], bench: Mapping[str, Any]) -> Figure:
     axis.set_xticks(range(len(names)), names)
     axis.set_ylim(bottom=0)
     axis.set_ylabel("softmax evaluations", fontsize=9)
-    _polish(axis, "Evaluations per retraction inside a run")
+    polish(axis, "Evaluations per retraction inside a run")
     axis.tick_params(labelsize=8)
     axis.legend(fontsize=8, frameon=False, loc="center right")
     return figure

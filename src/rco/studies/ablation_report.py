@@ -1,0 +1,236 @@
+"""The ablation study as numbers, Markdown and files: every figure comes from the runs, none is typed."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rco.folders import atomic_path, make_folder
+from rco.studies.ablation_figures import draw_ablations
+from rco.studies.ablation_sweeps import Loop, Sweep
+
+__all__ = [
+    "COLUMNS",
+    "ablation_markdown",
+    "recommend",
+    "recommendation_table",
+    "summarize",
+    "write_ablations",
+]
+
+# What is measured at every point, and what the tables call it.
+COLUMNS = {
+    "printed": "Algorithm 1 as printed",
+    "spent": "and its rest spent",
+    "search": "the whole search",
+}
+
+Run = Mapping[str, Any]
+
+
+def summarize(sweeps: Sequence[Sweep], runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """One entry per sweep, one row per point, means and standard deviations over the point's seeds."""
+    found = {(run["key"], run["seed"], column): run for run in runs for column in run["measured"]}
+    described = []
+    for sweep in sweeps:
+        rows = []
+        for point in sweep.points:
+            row: dict[str, Any] = {
+                "label": point.label,
+                "loop": point.loop.to_dict(),
+                "seeds": list(point.seeds),
+            }
+            for column in COLUMNS:
+                these = [found[point.loop.key, seed, column] for seed in point.seeds]
+                row[column] = {
+                    **{name: _spread(these, column, name) for name in ("kl", "perplexity", "bits")},
+                    "tokens": statistics.fmean(run["tokens"] for run in these),
+                    "seconds": statistics.fmean(run["seconds"] for run in these),
+                }
+            rows.append(row)
+        entry: dict[str, Any] = {
+            "name": sweep.name, "title": sweep.title, "varies": sweep.varies, "setting": sweep.setting,
+            "rows": rows,
+        }  # fmt: skip
+        if sweep.name == "seeds":
+            entry["agreement"] = {
+                column: _agreement(
+                    [found[p.loop.key, p.seeds[0], column]["measured"][column] for p in sweep.points]
+                )
+                for column in COLUMNS
+            }
+        described.append(entry)
+    return described
+
+
+def _spread(runs: Sequence[Run], column: str, name: str) -> dict[str, float]:
+    values = [float(run["measured"][column][name]) for run in runs]
+    return {
+        "mean": statistics.fmean(values),
+        "std": statistics.stdev(values) if len(values) > 1 else 0.0,
+    }
+
+
+def _agreement(measured: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """How many linears get the same width under every seed."""
+    widths = list(zip(*(entry["widths"] for entry in measured), strict=True))
+    return {"linears": len(widths), "same": sum(len(set(options)) == 1 for options in widths)}
+
+
+def recommend(sweeps: Sequence[Mapping[str, Any]], centre: Loop) -> list[dict[str, Any]]:
+    """For every setting: the value with the lowest mean KL, and those that its noise does not tell apart.
+
+    A value counts as equal if its mean lies within one standard error of the difference from the best mean, the
+    error estimated from the spread over seeds of both.
+    """
+    advice = []
+    for sweep in sweeps:
+        if sweep["setting"] is None:
+            continue
+        entry: dict[str, Any] = {"setting": sweep["setting"], "title": sweep["title"]}
+        entry["default"] = getattr(centre, sweep["setting"])
+        rows = sweep["rows"]
+        if sweep["name"] == "grouping":  # only rows with the full calibration set differ in grouping alone
+            rows = [row for row in rows if row["loop"]["sequences"] == centre.sequences]
+        entry["tested"] = [row["loop"][sweep["setting"]] for row in rows]
+        for column in COLUMNS:
+            best = min(rows, key=lambda row: row[column]["kl"]["mean"])
+            entry[column] = {
+                "best": best["loop"][sweep["setting"]],
+                "as_good": [
+                    row["loop"][sweep["setting"]] for row in rows if not _clearly_worse(row, best, column)
+                ],
+            }
+        advice.append(entry)
+    return advice
+
+
+def _clearly_worse(row: Mapping[str, Any], best: Mapping[str, Any], column: str) -> bool:
+    here, there = row[column]["kl"], best[column]["kl"]
+    error = math.sqrt((here["std"] ** 2 + there["std"] ** 2) / len(row["seeds"]))
+    return bool(here["mean"] - there["mean"] > error)
+
+
+# --------------------------------------------------------------------- documents
+
+
+def write_ablations(
+    out: Path, record: Mapping[str, Any], formats: Sequence[str] = ("png", "svg"), name: str = "ablations"
+) -> list[Path]:
+    """Write ``name.json``, ``name.md`` and a figure per sweep; returns the files written."""
+    folder = make_folder(out)
+    drawn = draw_ablations(folder, record, COLUMNS, formats) if formats else []
+    documents = {
+        folder / f"{name}.json": json.dumps(record, indent=1) + "\n",
+        folder / f"{name}.md": ablation_markdown(record, drawn),
+    }
+    for path, text in documents.items():
+        with atomic_path(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    return [*documents, *drawn]
+
+
+def ablation_markdown(record: Mapping[str, Any], figures: Sequence[Path] = ()) -> str:
+    """The report."""
+    settings, environment, centre = record["settings"], record["environment"], record["centre"]
+    on_cpu = settings["device"] == "cpu" or not environment.get("gpu")
+    machine = environment.get("cpu") if on_cpu else environment["gpu"][0]
+    parts = [
+        "# Ablations",
+        f"{settings['model']} at {settings['bits']} bits, {record['linears']} linears, widths "
+        f"{settings['widths']}, {settings['sequences']} calibration and {settings['evaluation']} evaluation "
+        f"sequences of {settings['length']} tokens ({settings['data']}). One candidate store serves all runs. "
+        f"Each sweep varies one setting around T = {centre['steps']}, g = {centre['samples']}, learning rate "
+        f"{centre['lr']:g}, last temperature {centre['tau']:g}. {record['core_minutes']:.0f} minutes of runs, "
+        f"summed over workers and threads, on {machine}, torch {environment.get('torch', '?')} "
+        f"(`{record['command']}`).",
+        "KL to the full model on evaluation text, mean ± standard deviation over seeds. *Algorithm 1 as "
+        "printed*: zero logits at the start, no curvature, the knapsack of the last logits. *And its rest "
+        "spent*: left-over budget buys the upgrades those logits like best. *The whole search*: sensitivities "
+        "as prior and curvature, the choice on held-back text, refinement. Tokens are forwarded ones, a "
+        "backward pass counted as two; those of the whole search include the sensitivities.",
+        _references(record),
+    ]
+    by_name = {path.stem.removeprefix("ablation_"): path for path in figures if path.suffix == ".png"}
+    for sweep in record["sweeps"]:
+        parts += [f"## {sweep['title']}", _table(sweep)]
+        if "agreement" in sweep:
+            parts.append(_seeds_line(sweep))
+        if sweep["name"] in by_name:
+            parts.append(f"![{sweep['title']}]({by_name[sweep['name']].name})")
+    if record["recommended"]:
+        parts += ["## What follows", recommendation_table(record)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _references(record: Mapping[str, Any]) -> str:
+    shown = ", ".join(
+        f"{name} {row['kl']:.4f} ({row['perplexity']:.2f} perplexity)"
+        for name, row in record["references"].items()
+    )
+    return f"Without a search, on the same text: {shown}."
+
+
+def _table(sweep: Mapping[str, Any]) -> str:
+    lines = [
+        f"| {sweep['varies']} | " + " | ".join(COLUMNS.values()) + " | perplexity | tokens of Algorithm 1 | "
+        "of the search | seeds |",
+        "|---|" + "---:|" * (len(COLUMNS) + 4),
+    ]
+    best = {column: min(row[column]["kl"]["mean"] for row in sweep["rows"]) for column in COLUMNS}
+    for row in sweep["rows"]:
+        cells = []
+        for column in COLUMNS:
+            kl = row[column]["kl"]
+            text = f"{kl['mean']:.4f}" + (f" ± {kl['std']:.4f}" if len(row["seeds"]) > 1 else "")
+            cells.append(f"**{text}**" if kl["mean"] == best[column] and len(sweep["rows"]) > 1 else text)
+        lines.append(
+            f"| {row['label']} | "
+            + " | ".join(cells)
+            + f" | {row['search']['perplexity']['mean']:.2f} | {row['printed']['tokens']:,.0f} | "
+            f"{row['search']['tokens']:,.0f} | {len(row['seeds'])} |"
+        )
+    return "\n".join(lines)
+
+
+def _seeds_line(sweep: Mapping[str, Any]) -> str:
+    said = []
+    for column, title in COLUMNS.items():
+        values = [row[column]["kl"]["mean"] for row in sweep["rows"]]
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        agree = sweep["agreement"][column]
+        said.append(
+            f"{title}: mean {statistics.fmean(values):.4f}, standard deviation {spread:.4f}, range "
+            f"{max(values) - min(values):.4f}; {agree['same']} of {agree['linears']} linears get the same width "
+            "under every seed"
+        )
+    return "\n".join(f"- {line}." for line in said)
+
+
+def recommendation_table(record: Mapping[str, Any]) -> str:
+    """Best values and those that are as good, as a Markdown table."""
+    lines = [
+        "| setting | tested | best for Algorithm 1 | best for the search | as good within noise | default |",
+        "|---|---|---|---|---|---|",
+    ]
+    for entry in record["recommended"]:
+        lines.append(
+            f"| {entry['title'].lower()} | {_values(entry['tested'])} | {_value(entry['printed']['best'])} | "
+            f"{_value(entry['search']['best'])} | {_values(entry['search']['as_good'])} | "
+            f"{_value(entry['default'])} |"
+        )
+    return "\n".join(lines)
+
+
+def _values(values: Sequence[Any]) -> str:
+    return ", ".join(_value(value) for value in values)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}"

@@ -1,0 +1,86 @@
+"""Every recipe's dry run, on a tiny random model of its architecture, through the commands' own planning."""
+
+import importlib.util
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "recipes"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "recipe")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def recipes_importable():
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+    sys.modules.pop("recipe", None)
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Counts what really goes through the pipeline's planning."""
+    import rco.pipeline.ablations
+    import rco.pipeline.prune
+    import rco.pipeline.quantize
+
+    seen = []
+    for module, name in (
+        (rco.pipeline.quantize, "plan_quantization"),
+        (rco.pipeline.prune, "plan_pruning"),
+        (rco.pipeline.ablations, "plan_ablations"),
+    ):
+        original = getattr(module, name)
+
+        def counted(config, *rest, original=original, **keywords):
+            outcome = original(config, *rest, **keywords)
+            seen.append((config, outcome))
+            return outcome
+
+        monkeypatch.setattr(module, name, counted)
+    return seen
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dry_run(name, planned, tmp_path, capsys):
+    module = load(name)
+    recipe = module.RECIPE
+    assert module.run(recipe, ["--dry-run", "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    for job in recipe.jobs:
+        assert f"== {job.row}" in out
+    searches = [job for job in recipe.jobs if not job.command.startswith("evaluate")]
+    assert len(planned) == len(searches) > 0
+    for _, outcome in planned:
+        if hasattr(outcome, "loaded"):
+            assert outcome.loaded.model.config.model_type == recipe.architecture
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluations_measure_what_the_recipe_makes(name):
+    """Every run that is evaluated has a command that makes it, and every one that is made is evaluated."""
+    made, evaluated = set(), set()
+    for job in load(name).RECIPE.jobs:
+        words = shlex.split(job.command)
+        if words[0] == "evaluate":
+            evaluated |= {word for word in words if word.startswith("{out}/")}
+        elif words[0] != "bench":
+            made.add(words[words.index("--out") + 1])
+    assert made == evaluated
+
+
+def test_a_row_that_is_not_there_is_said(capsys):
+    module = load(NAMES[0])
+    with pytest.raises(SystemExit):
+        module.run(module.RECIPE, ["--only", "no such row"])
+    assert "no row contains" in capsys.readouterr().err
