@@ -28,7 +28,7 @@ def test_a_layer_is_solved_exactly():
             if costs[np.arange(count), list(choice)].sum() <= budget
             and allowed[np.arange(count), list(choice)].all()
         )
-        found = solve_layer(table, costs, allowed, budget)
+        found = solve_layer(table, costs[None], allowed, [budget])
         assert costs[np.arange(count), found].sum() <= budget
         assert allowed[np.arange(count), found].all()
         assert table[np.arange(count), found].sum() == pytest.approx(best)

@@ -10,6 +10,7 @@ left out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.baselines.common import HasOptionErrors, HasOutputErrors, blocks_of, checked_table
+from rco.baselines.common import HasOptionErrors, HasOutputErrors, blocks_of, checked_table, knapsack
 from rco.baselines.harness import BudgetedSearch, Evaluator, Process
 from rco.baselines.selection import share_budget
 from rco.core.problem import AllocationProblem
@@ -34,36 +35,40 @@ class HasLayerErrors(Protocol):
 
 
 def solve_layer(
-    sensitivities: np.ndarray, costs: np.ndarray, allowed: np.ndarray, budget: int, time_limit: float = 60.0
+    sensitivities: np.ndarray,
+    costs: np.ndarray,
+    allowed: np.ndarray,
+    budgets: Sequence[int],
+    time_limit: float = 60.0,
 ) -> np.ndarray | None:
-    """Options (n,) of least total sensitivity within a budget, by HiGHS; None where it finds none in time.
+    """Options (n,) of least total sensitivity within the budgets, by HiGHS; None where it finds none in time.
 
     Args:
         sensitivities: (n, K).
-        costs: (n, K) integers.
+        costs: (q, n, K) integers, one table per budget.
         allowed: (n, K) booleans.
-        budget: Most units.
+        budgets: (q,) most units.
         time_limit: Seconds.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_matrix, kron
 
-    count, options = costs.shape
-    one_each = kron(np.eye(count), np.ones((1, options)), format="csr")
-    # The cheapest options are paid beforehand and the rest is counted in whole steps: small numbers, no tolerance.
-    least = costs.min(axis=1, keepdims=True)
-    above = costs - least
-    unit = int(np.gcd.reduce(above, axis=None)) or 1
-    room = (budget - int(least.sum())) // unit
+    count, options = sensitivities.shape
+    constraints = [LinearConstraint(kron(np.eye(count), np.ones((1, options)), format="csr"), 1, 1)]
+    for table, budget in zip(costs, budgets, strict=True):
+        # The cheapest options are paid beforehand, the rest is counted in whole steps: small numbers.
+        least = table.min(axis=1, keepdims=True)
+        above = table - least
+        unit = int(np.gcd.reduce(above, axis=None)) or 1
+        room = (int(budget) - int(least.sum())) // unit
+        row = csr_matrix((above // unit).reshape(1, -1).astype(float))
+        constraints.append(LinearConstraint(row, -np.inf, float(room)))
     scale = float(np.abs(np.where(allowed, sensitivities, 0.0)).max(initial=0.0)) or 1.0
     result = milp(
         np.where(allowed, sensitivities, 0.0).reshape(-1) / scale,
         integrality=np.ones(count * options),
         bounds=Bounds(0, allowed.reshape(-1).astype(float)),
-        constraints=[
-            LinearConstraint(one_each, 1, 1),
-            LinearConstraint(csr_matrix((above // unit).reshape(1, -1).astype(float)), -np.inf, float(room)),
-        ],
+        constraints=constraints,
         options={"time_limit": time_limit, "mip_rel_gap": 1e-9},
     )
     if result.x is None:
@@ -93,30 +98,31 @@ class _MxMoE(Process):
         raise AssertionError("the table is given")
 
     def propose(self, candidates: Candidates) -> None:
-        budgets = self.shared.unit_budgets
-        if self.shared.num_joint > 1:
-            raise ValueError("MxMoE knows one budget, which it shares among layers; got several joint ones.")
-        number = np.zeros_like(self.blocks) if len(budgets) == 1 else self.shared.block_index
-        assert number is not None
-        choices = np.zeros(self.problem.num_groups, dtype=np.int64)
-        for block, budget in enumerate(budgets):
-            inside = number == block
-            found = solve_layer(
-                self.table[inside],
-                self.problem.unit_costs[0, inside],
-                self.problem.allowed[inside],
-                budget,
-                self.time_limit,
-            )
-            if found is None:
-                raise TimeoutError(
-                    f"HiGHS found no assignment for layer {block} within {self.time_limit:g} s; raise time_limit."
-                )
-            choices[inside] = found
+        choices = self._solve()
+        if choices is None or not self.shared.is_feasible(choices):
+            # No solution in time, or one over budget within the solver's tolerance; the result says so.
+            self.notes["ilp_replaced_by"] = "exact knapsack of the same sensitivities"
+            choices = knapsack(-self.table, self.shared)
         # What a layer's program leaves of its share stays within the layer.
         held = Candidates(self.shared, self.evaluator)
         held.add("mxmoe", choices, torch.from_numpy(-self.table))
         candidates.choices["mxmoe"] = held.choices["mxmoe"]
+
+    def _solve(self) -> np.ndarray | None:
+        shared, allowed = self.shared, self.problem.allowed
+        if shared.block_index is None:
+            # One layer, or further budgets that tie the layers together: one program for all.
+            costs = shared.unit_costs
+            return solve_layer(self.table, costs, allowed, shared.unit_budgets, self.time_limit)
+        choices = np.zeros(self.problem.num_groups, dtype=np.int64)
+        for block, budget in enumerate(shared.unit_budgets):
+            inside = shared.block_index == block
+            costs = shared.unit_costs[:1, inside]
+            found = solve_layer(self.table[inside], costs, allowed[inside], [budget], self.time_limit)
+            if found is None:
+                return None
+            choices[inside] = found
+        return choices
 
 
 @dataclass(frozen=True, kw_only=True)

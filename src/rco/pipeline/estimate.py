@@ -11,7 +11,9 @@ import torch
 from rco.backends.memory import SearchMemory, search_memory
 from rco.backends.plan import QuantizationPlan
 from rco.backends.quantization import Residency
+from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
+from rco.models.moe_linears import ExpertLinear
 from rco.models.precision import default_compute_dtype
 
 __all__ = ["Estimate", "choose_residency", "estimate", "forward_seconds"]
@@ -135,7 +137,7 @@ def estimate(
     )
     # Quantization itself: a Hessian and a column loop per linear, for all widths.
     gptq = sum(
-        2 * info.in_features**2 * config.length * config.sequences / 3
+        2 * info.in_features**2 * config.length * config.sequences * _share(info) / 3
         + len(packed) * info.out_features * info.in_features**2
         for info in plan.linears
     )
@@ -158,9 +160,14 @@ def forward_seconds(loaded: LoadedModel, plan: QuantizationPlan, length: int) ->
     return _forward_operations(loaded, plan, length) * _OVERHEAD / _rate(loaded.device)
 
 
-def _forward_operations(loaded: LoadedModel, plan: QuantizationPlan, length: int) -> int:
+def _forward_operations(loaded: LoadedModel, plan: QuantizationPlan, length: int) -> float:
     head = loaded.layout.head(loaded.model).weight
-    return 2 * (sum(info.parameters for info in plan.linears) + head.numel()) * length
+    return 2 * (sum(info.parameters * _share(info) for info in plan.linears) + head.numel()) * length
+
+
+def _share(info: LinearInfo) -> float:
+    """Part of the tokens that a linear sees: few of them visit any one expert."""
+    return info.layer.top_k / info.layer.num_experts if isinstance(info, ExpertLinear) else 1.0
 
 
 def _rate(device: torch.device) -> float:

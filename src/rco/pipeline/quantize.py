@@ -44,7 +44,7 @@ from rco.pipeline.progress import Progress, Silent
 from rco.report import build_report
 from rco.runs import RunDirectory
 
-__all__ = ["Planned", "QuantizeOutcome", "plan_groups", "plan_quantization", "quantize"]
+__all__ = ["Planned", "QuantizeOutcome", "build_data", "plan_groups", "plan_quantization", "quantize"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) 
     # Costs of active bits come from data, and so does what must not be pruned.
     visits = None
     if budget.kind == "active_bits" or config.allow_prune:
-        visits = routing_visits(loaded, _splits(config, loaded).search)
+        visits = routing_visits(loaded, build_data(config, loaded).search)
     plan = plan_groups(config, loaded, visits)
     residency, memory = choose_residency(loaded, plan, config)
     folder = config.out or Path("runs") / slug(f"{Path(config.model).name}-{budget.kind}-{_amount(config)}")
@@ -145,7 +145,7 @@ def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Quanti
     open_run = RunDirectory.resume if config.resume else RunDirectory.create
     with open_run(planned.folder, config.identity()) as run:
         run.write_problem(planned.problem)
-        data = _splits(config, planned.loaded)
+        data = build_data(config, planned.loaded)
         with timed(run, "candidates"):
             backend.look_at_routing(data.search)
             backend.prepare(data.search)
@@ -164,8 +164,9 @@ def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Quanti
 # ------------------------------------------------------------------------ stages
 
 
-def _splits(config: QuantizeConfig, loaded: LoadedModel) -> DataSplits:
-    return build_splits(
+def build_data(config: QuantizeConfig, loaded: LoadedModel) -> DataSplits:
+    """The sequences of a run: for candidates and gradients, for choosing, for judging."""
+    return buildbuild_data(
         config.data,
         loaded.tokenizer,
         search=config.sequences,

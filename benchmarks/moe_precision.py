@@ -1,0 +1,532 @@
+"""Mixed precision of experts against MxMoE, uniform widths and pruning: KL and perplexity on held-out text.
+
+    python benchmarks/moe_precision.py run --parts parts.jsonl --workers 2
+    python benchmarks/moe_precision.py run --parts parts.jsonl --model tiny-moe,DIR --text DIR --workers 16
+    python benchmarks/moe_precision.py step --model tiny-moe --threads 1
+    python benchmarks/moe_precision.py merge parts.jsonl [more.jsonl ...]
+
+Methods, all from the same GPTQ candidates of a seed (widths 2 to 8):
+
+* ``rco*``: a width per expert, attention at 16 bits, bits counted over experts alone (the paper's accounting);
+* ``rco``: attention searched too (2 to 8 and 16 bits), at the same total bits;
+* ``rco*-projection``: as ``rco*`` with gate and up tied and down free, which is MxMoE's search space;
+* ``mxmoe``: layer-output sensitivities and one integer program per layer, in that space;
+* ``uniform2``, ``uniform3``, ``uniform4``: the same width for every expert, attention at 16 bits;
+* ``bits``, ``prune16``, ``prune4``, ``bits+prune``: at equal bytes of the checkpoint (those of ``rco*`` at the bits
+  given), experts may take 2 to 8 bits; be pruned or kept at 16 or 4 bits; or any of these widths and pruned.
+
+A run is made of independent parts (model, bits, seed, method), spread over processes; each is one line of the file
+given by --parts as soon as it is done, and what that file holds is not run again. Candidates of a seed are made
+first, into the folder given by --work. ``merge`` makes one results/moe_precision_MODEL.json per model.
+"""
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+DOMAINS = "en_prose,python_code,tech_docs,math_latex,de_law,fr_novels,dialogue"
+METHODS = "rco*,rco,rco*-projection,mxmoe,uniform2,uniform3,uniform4,bits,prune16,prune4,bits+prune"
+WIDTHS = "2,3,4,5,6,7,8"
+ATTENTION = ["attention=16"]
+# Settings of the plan that differ from the defaults, by method.
+PLANS = {
+    "rco*": {"lock": ATTENTION, "count": "experts"},
+    "rco": {"widths": f"{WIDTHS},16"},
+    "rco*-projection": {"lock": ATTENTION, "count": "experts", "per_projection": True},
+    "mxmoe": {"lock": ATTENTION, "count": "experts", "per_projection": True, "searcher": "mxmoe"},
+    "uniform2": {"lock": ATTENTION, "count": "experts"},
+    "uniform3": {"lock": ATTENTION, "count": "experts"},
+    "uniform4": {"lock": ATTENTION, "count": "experts"},
+    "bits": {"lock": ATTENTION},
+    "prune16": {"lock": ATTENTION, "widths": "2,16", "allow_prune": True},
+    "prune4": {"lock": ATTENTION, "widths": "2,4", "allow_prune": True},
+    "bits+prune": {"lock": ATTENTION, "allow_prune": True},
+}
+EQUAL_BYTES = ("bits", "prune16", "prune4", "bits+prune")
+ONLY = {"prune16": 16, "prune4": 4}  # the one width beside none
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every part of a run shares."""
+
+    text: str | None
+    domains: str
+    work: str
+    length: int
+    sequences: int
+    selection: int
+    evaluation: int
+    steps: int
+    samples: int
+    refine: int
+    sensitivity: int
+    group_size: int
+    device: str
+    threads: int
+
+    def config(self, model, bits, seed, method):
+        """The quantization that a part is."""
+        from rco.pipeline.configs import QuantizeConfig
+
+        def files(kind):
+            return "+".join(str(Path(self.text) / f"{name}.{kind}.txt") for name in self.domains.split(","))
+
+        described = {
+            "bits": bits,
+            "widths": WIDTHS,
+            **PLANS[method],
+        }
+        if method in EQUAL_BYTES:
+            described["size"] = str(self.bytes_of(model, bits, seed))
+            del described["bits"]
+        elif method == "rco":
+            described["bits"] = str(self.total_bits(model, bits, seed))
+        return QuantizeConfig(
+            model=model,
+            data=files("calibration") if self.text else "builtin",
+            eval_data=files("evaluation") if self.text else None,
+            length=self.length,
+            sequences=self.sequences,
+            selection=self.selection,
+            evaluation=self.evaluation,
+            sensitivity=self.sensitivity,
+            steps=self.steps,
+            samples=self.samples,
+            refine=self.refine,
+            group_size=self.group_size,
+            seed=seed,
+            format="none",
+            store=Path(self.work) / f"{Path(model).name}-{seed}",
+            device=self.device,
+            # One arithmetic type on every device, so that their numbers compare.
+            dtype="auto",
+            **described,
+        )
+
+    def base(self, model, bits, seed):
+        """The plan and costs of ``rco*``, which the other budgets are derived from."""
+        from rco.pipeline.quantize import plan_quantization
+
+        return plan_quantization(self.config(model, bits, seed, "rco*"))
+
+    def bytes_of(self, model, bits, seed):
+        """Bytes of a checkpoint whose experts take exactly that many bits on average, attention at 16."""
+        backend = self.base(model, bits, seed).backend
+        size, count = backend.costs("size"), backend.costs("bits")
+        low, high = (float(end) for end in count.range)
+        ends = []
+        for pick in (min, max):
+            ends.append(
+                sum(
+                    pick(row[w] for w in allowed)
+                    for row, allowed in zip(size.matrix, _allowed(backend), strict=True)
+                )
+            )
+        # Bytes are linear in the width: scales and headers do not depend on it.
+        share = (Fraction(bits) - Fraction(low)) / (Fraction(high) - Fraction(low))
+        return int(size.fixed + ends[0] + share * (ends[1] - ends[0]))
+
+    def total_bits(self, model, bits, seed):
+        """The average over everything at which total bits are those of ``rco*``."""
+        backend = self.base(model, bits, seed).backend
+        linears = backend.plan.linears
+        experts = sum(i.parameters for i in linears if i.role in ("experts", "shared_expert"))
+        total = sum(i.parameters for i in linears)
+        width = 8 * backend.loaded.dtype.itemsize
+        return Fraction(Fraction(bits) * experts + width * (total - experts), total)
+
+    def header(self):
+        """The first line of a file of parts; paths are left out."""
+        described = dataclasses.asdict(self)
+        if self.text is None:
+            described["domains"] = "builtin"
+        for name in ("text", "work"):
+            del described[name]
+        return described
+
+
+def _allowed(backend):
+    return [[backend.plan.widths.index(w) for w in group.widths] for group in backend.plan.groups]
+
+
+# ----------------------------------------------------------------------- running
+
+
+def start_worker(threads):
+    """Before anything is computed in a process."""
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def prepare(settings, model, seed):
+    """Candidates and sensitivities that the parts of a seed share."""
+    began = time.perf_counter()
+    _candidates(settings, settings.config(model, "3", seed, "rco*"))
+    return time.perf_counter() - began
+
+
+def _candidates(settings, config):
+    from rco.pipeline.quantize import build_data, plan_quantization
+
+    planned = plan_quantization(config)
+    data = build_data(config, planned.loaded)
+    planned.backend.look_at_routing(data.search)
+    planned.backend.prepare(data.search)
+    return planned, data
+
+
+def run_part(settings, model, bits, seed, method):
+    """Search and judge; one line of the file of parts."""
+    import numpy as np
+
+    from rco.backends.sensitivity import curvature, fisher_differences, logits_from_losses, predicted_losses
+    from rco.pipeline.common import make_searcher
+    from rco.pipeline.judge import Judge
+
+    began = time.perf_counter()
+    config = settings.config(model, bits, seed, method)
+    planned, data = _candidates(settings, config)
+    backend, problem = planned.backend, planned.problem
+    if method in ONLY:
+        planned, backend, problem = _only(planned, ONLY[method])
+    forwards = backwards = 0
+    chosen_from = method
+    if method.startswith("uniform"):
+        widths, width = backend.plan.widths, int(method.removeprefix("uniform"))
+        allocation = problem.allocation(
+            np.array([widths.index(width if width in g.widths else g.widths[0]) for g in backend.plan.groups])
+        )
+    else:
+        prior = table = None
+        if method == "mxmoe":
+            table = backend.layer_errors(data.search.select(slice(0, settings.sensitivity)))
+        else:
+            part = data.search.select(slice(0, settings.sensitivity))
+            differences = fisher_differences(backend, part, seed=seed)
+            backend.curvature = curvature(differences)
+            prior = logits_from_losses(predicted_losses(differences), problem, config.prior_strength)
+        described = {name: getattr(config, name) for name in ("steps", "samples", "lr", "refine", "seed")}
+        searcher = make_searcher(config.searcher, {**described, "tau": tuple(config.tau)})
+        with backend.objective(data.search, data.selection) as objective:
+            if table is not None:
+                objective.layer_errors = table
+            result = searcher.search(problem, objective, prior=prior)
+        allocation, chosen_from = result.allocation, result.chosen_from
+        forwards, backwards = result.forwards, result.backwards
+    searched = time.perf_counter() - began
+    row = Judge(backend, data.evaluation).row(method, allocation, problem)
+    size = backend.costs("size")
+    choices = np.asarray(allocation)
+    widths = np.array(backend.plan.widths)[choices]
+    experts = [i for i, group in enumerate(backend.plan.groups) if group.members[0].role == "experts"]
+    counts = {int(w): int((widths[experts] == w).sum()) for w in sorted(set(widths[experts].tolist()))}
+    entry = {
+        "kl": row["kl"],
+        "kl_error": row["kl_error"],
+        "perplexity": row["perplexity"],
+        "by_domain": {Path(name).name: values for name, values in row["by_domain"].items()},
+        "bits": row["bits"],
+        "bytes": int(size.fixed + size.matrix[np.arange(len(choices)), choices].sum()),
+        "within_budget": bool(problem.is_feasible(allocation)),
+        "expert_groups": counts,
+        "chosen_from": chosen_from,
+        "forwards": forwards,
+        "backwards": backwards,
+        "seconds": searched,
+    }
+    return {
+        "key": [Path(model).name, bits, seed, method],
+        "entry": entry,
+        "wall_seconds": time.perf_counter() - began,
+    }
+
+
+def _only(planned, width):
+    """The same plan with experts that are either pruned or at one width."""
+    from rco.backends.plan import PRUNED
+
+    plan = planned.plan
+    groups = tuple(
+        dataclasses.replace(group, widths=tuple(w for w in group.widths if w in (PRUNED, width)))
+        if group.members[0].role == "experts"
+        else group
+        for group in plan.groups
+    )
+    backend = planned.backend
+    backend.plan = dataclasses.replace(plan, groups=groups)
+    backend._costs.clear()
+    return dataclasses.replace(planned, plan=backend.plan), backend, backend.problem(planned.budget)
+
+
+def read_parts(path):
+    """Settings and finished parts of a file; a line that was cut short is not one."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]
+    return (whole[0], whole[1:]) if whole else (None, [])
+
+
+def run(arguments):
+    """Do what the file of parts does not hold yet."""
+    from rco.runs import environment
+
+    start_worker(arguments.threads)
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    settings = Settings(**{name: value for name, value in vars(arguments).items() if name in fields})
+    header, finished = read_parts(arguments.parts)
+    if header is not None and header["settings"] != settings.header():
+        raise SystemExit(f"{arguments.parts} was made with other settings: {header['settings']}")
+    models, seeds = arguments.model.split(","), range(arguments.seeds)
+    parts = []
+    for model in models:
+        for seed in seeds:
+            for method in arguments.methods.split(","):
+                for bits in arguments.bits.split(","):
+                    # A uniform width has no budget: once per seed.
+                    if not method.startswith("uniform") or bits == arguments.bits.split(",")[0]:
+                        parts.append((model, bits, seed, method))
+    done = [line["key"] for line in finished]
+    waiting = [p for p in parts if [Path(p[0]).name, *p[1:]] not in done]
+    waiting.sort(key=lambda part: part[3].startswith("uniform") or part[3] == "mxmoe")  # the long ones first
+    print(f"{len(parts)} parts, {len(parts) - len(waiting)} of them done", flush=True)
+    if header is None:
+        arguments.parts.parent.mkdir(parents=True, exist_ok=True)
+        header = {"settings": settings.header(), "environment": environment()}
+        arguments.parts.write_text(json.dumps(header) + "\n")
+    else:
+        arguments.parts.write_text("".join(json.dumps(line) + "\n" for line in (header, *finished)))
+    began, failed = time.perf_counter(), 0
+    context = multiprocessing.get_context("spawn")
+    with (
+        arguments.parts.open("a") as out,
+        ProcessPoolExecutor(arguments.workers, context, start_worker, (arguments.threads,)) as pool,
+    ):
+        needed = sorted({(model, seed) for model, _, seed, _ in waiting})
+        for future in [pool.submit(prepare, settings, *pair) for pair in needed]:
+            print(f"candidates of a seed: {future.result():.0f} s", flush=True)
+        futures = {pool.submit(run_part, settings, *part): part for part in waiting}
+        for future in as_completed(futures):
+            try:
+                line = future.result()
+            except Exception as error:  # noqa: BLE001 - one part must not take the others down
+                failed += 1
+                print(f"{futures[future]} failed: {error!r}", flush=True)
+                continue
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+            entry = line["entry"]
+            print(
+                f"{time.perf_counter() - began:6.0f} s {' '.join(map(str, line['key'])):34s} "
+                f"KL {entry['kl']:.4f} perplexity {entry['perplexity']:.3f} bits {entry['bits']:.3f} "
+                f"({entry['seconds']:.0f} s, {entry['chosen_from']})",
+                flush=True,
+            )
+    return int(failed > 0)
+
+
+# ----------------------------------------------------------------------- the cost of a step
+
+
+def step(arguments):
+    """Seconds of a search step beside a plain forward and backward with all weight gradients, in one process."""
+    import tempfile
+
+    import numpy as np
+    import torch
+
+    from rco.backends.objective import Reference
+    from rco.losses import Head, chunked_kl
+    from rco.models.precision import computing_in
+    from rco.pipeline.configs import QuantizeConfig
+    from rco.pipeline.quantize import build_data, plan_quantization
+    from rco.runs import environment, write_json_atomic
+
+    start_worker(arguments.threads)
+    rows = []
+    for model in arguments.model.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            config = QuantizeConfig(
+                model=model, bits="3", method="rtn", clip="minmax", sequences=8, selection=2, evaluation=2,
+                length=arguments.length, device=arguments.device, store=Path(folder) / "store",
+                lock=ATTENTION if arguments.attention == "16" else [], format="none",
+                count="experts" if arguments.attention == "16" else "all",
+            )  # fmt: skip
+            planned = plan_quantization(config)
+            backend, loaded = planned.backend, planned.loaded
+            data = build_data(config, loaded).search
+            backend.prepare(data)
+            network, device = loaded.model, loaded.device
+            with computing_in(network, backend.compute_dtype):
+                reference = Reference.compute(loaded, data, 4)
+            rng = np.random.default_rng(0)
+            widths = backend.plan.widths
+            choices = [widths.index(int(rng.choice(group.widths))) for group in backend.plan.groups]
+            gates = torch.nn.functional.one_hot(torch.tensor(choices), len(widths)).double()
+
+            def wait(device=device):
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+
+            def plain(index, loaded=loaded, network=network, data=data, reference=reference, device=device):
+                spec = loaded.layout.head(network)
+                head = Head(spec.weight, spec.bias, spec.softcap, spec.scale)
+                tokens = data.tokens[index : index + 1].to(device)
+                hidden = loaded.layout.final_hidden(network, tokens)[:, :-1]
+                mask = data.mask[index : index + 1, :-1].to(device)
+                loss = chunked_kl(
+                    hidden, head, reference.hidden[index : index + 1, :-1].to(device),
+                    Head(head.weight.detach(), head.bias, head.softcap, head.scale), mask,
+                )  # fmt: skip
+                torch.autograd.grad(loss, list(network.parameters()), allow_unused=True)
+
+            def timed(task, wait=wait, data=data):
+                task(0)
+                seconds = []
+                for index in range(1, 1 + arguments.repeats):
+                    wait()
+                    began = time.perf_counter()
+                    task(index % len(data))
+                    wait()
+                    seconds.append(time.perf_counter() - began)
+                return seconds
+
+            found = {"plain": [], "search": []}
+            for _ in range(arguments.rounds):  # in turns, so that neither has the quieter machine
+                with computing_in(network, backend.compute_dtype):
+                    network.requires_grad_(True)
+                    found["plain"] += timed(plain)
+                    network.requires_grad_(False)
+                with backend.objective(data) as objective:
+
+                    def search(index, objective=objective, gates=gates):
+                        leaf = gates.clone().requires_grad_()
+                        torch.autograd.grad(objective.loss(leaf, index), leaf)
+
+                    found["search"] += timed(search)
+            medians = {name: statistics.median(values) for name, values in found.items()}
+            rows.append(
+                {
+                    "model": Path(model).name,
+                    "length": arguments.length,
+                    "attention": arguments.attention,
+                    "device": str(device),
+                    "threads": arguments.threads,
+                    "options": len(widths),
+                    "plain_seconds": medians["plain"],
+                    "search_seconds": medians["search"],
+                    "ratio": medians["search"] / medians["plain"],
+                    "all": found,
+                }
+            )
+            last = rows[-1]
+            print(
+                f"{last['model']} {last['length']} tokens: plain {last['plain_seconds']:.3f} s, search step "
+                f"{last['search_seconds']:.3f} s, ratio {last['ratio']:.3f}",
+                flush=True,
+            )
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(arguments.out, {"environment": environment(), "rows": rows})
+    return 0
+
+
+# ----------------------------------------------------------------------- results
+
+
+def merge(arguments):
+    """One results file per model, with means over seeds and the comparisons that matter."""
+    from rco.runs import write_json_atomic
+
+    headers, lines = [], {}
+    for path in arguments.files:
+        header, parts = read_parts(path)
+        headers.append(header)
+        lines.update({tuple(line["key"]): line for line in parts})
+    for model in dict.fromkeys(key[0] for key in lines):
+        mine = {key[1:]: line["entry"] for key, line in lines.items() if key[0] == model}
+        table = []
+        for bits, method in dict.fromkeys((bits, method) for bits, _, method in sorted(mine, key=str)):
+            entries = [
+                entry for (b, _, m), entry in sorted(mine.items(), key=str) if (b, m) == (bits, method)
+            ]
+            row = {"bits": bits, "method": method, "seeds": len(entries)}
+            for name in ("kl", "perplexity", "bytes"):
+                values = [entry[name] for entry in entries]
+                row[name] = statistics.fmean(values)
+                row[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else 0.0
+            table.append(row)
+        table.sort(key=lambda row: (row["bits"], row["kl"]))
+        write_json_atomic(
+            RESULTS / f"moe_precision_{model.replace('-', '_')}.json",
+            {
+                "model": model,
+                "settings": headers[0]["settings"],
+                "environments": [header["environment"] for header in headers],
+                "table": table,
+                "runs": [{"key": list(key), **entry} for key, entry in sorted(mine.items(), key=str)],
+            },
+        )
+        print(
+            f"## {model}\n\n| bits | method | KL | perplexity | bytes | seeds |\n|---|---|---:|---:|---:|---:|"
+        )
+        for row in table:
+            print(
+                f"| {row['bits']} | {row['method']} | {row['kl']:.4f} ± {row['kl_std']:.4f} | "
+                f"{row['perplexity']:.3f} ± {row['perplexity_std']:.3f} | {row['bytes']:,.0f} | {row['seeds']} |"
+            )
+    return 0
+
+
+def main():
+    """Parse and go."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    runs = verbs.add_parser("run")
+    runs.add_argument("--parts", type=Path, required=True)
+    runs.add_argument("--model", default="tiny-moe", help="names or folders, comma-separated")
+    runs.add_argument("--bits", default="2.5,3.0,3.5")
+    runs.add_argument("--seeds", type=int, default=3)
+    runs.add_argument("--methods", default=METHODS)
+    runs.add_argument("--text", help="folder with NAME.calibration.txt and NAME.evaluation.txt")
+    runs.add_argument("--domains", default=DOMAINS)
+    runs.add_argument("--work", default="runs/moe-precision", help="folder of the candidates")
+    runs.add_argument("--length", type=int, default=256)
+    runs.add_argument("--sequences", type=int, default=112)
+    runs.add_argument("--sensitivity", type=int, default=56)
+    runs.add_argument("--selection", type=int, default=28)
+    runs.add_argument("--evaluation", type=int, default=56)
+    runs.add_argument("--steps", type=int, default=40)
+    runs.add_argument("--samples", type=int, default=4)
+    runs.add_argument("--refine", type=int, default=20)
+    runs.add_argument("--group-size", type=int, default=64)
+    runs.add_argument("--device", default="cpu")
+    runs.add_argument("--threads", type=int, default=1)
+    runs.add_argument("--workers", type=int, default=1)
+    steps = verbs.add_parser("step")
+    steps.add_argument("--model", default="tiny-moe")
+    steps.add_argument("--length", type=int, default=512)
+    steps.add_argument("--attention", choices=("16", "searched"), default="searched")
+    steps.add_argument("--device", default="cpu")
+    steps.add_argument("--threads", type=int, default=1)
+    steps.add_argument("--repeats", type=int, default=7)
+    steps.add_argument("--rounds", type=int, default=3)
+    steps.add_argument("--out", type=Path, default=RESULTS / "moe_step.json")
+    merges = verbs.add_parser("merge")
+    merges.add_argument("files", type=Path, nargs="+")
+    arguments = parser.parse_args()
+    return {"run": run, "step": step, "merge": merge}[arguments.verb](arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
