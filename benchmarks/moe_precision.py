@@ -47,8 +47,8 @@ PLANS = {
     "uniform3": {"lock": ATTENTION, "count": "experts"},
     "uniform4": {"lock": ATTENTION, "count": "experts"},
     "bits": {"lock": ATTENTION},
-    "prune16": {"lock": ATTENTION, "widths": "2,16", "allow_prune": True},
-    "prune4": {"lock": ATTENTION, "widths": "2,4", "allow_prune": True},
+    "prune16": {"lock": ATTENTION, "widths": f"{WIDTHS},16", "allow_prune": True},
+    "prune4": {"lock": ATTENTION, "allow_prune": True},
     "bits+prune": {"lock": ATTENTION, "allow_prune": True},
 }
 EQUAL_BYTES = ("bits", "prune16", "prune4", "bits+prune")

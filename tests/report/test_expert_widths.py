@@ -6,6 +6,7 @@ import pytest
 
 from rco.report.data import ReportError, RunData
 from rco.report.expert_widths import expert_width_layers, expert_width_section
+from rco.report.usage import loading
 
 
 def make_run(**changes):
@@ -37,6 +38,14 @@ def test_every_expert_is_drawn_with_its_width_and_frequency():
     assert first.active_mean == pytest.approx((0.1 * 2 + 0.6 * 11 / 3) / 0.7)
     assert second.mean == pytest.approx(13 / 3)
     assert second.active_mean == pytest.approx(13 / 3)
+
+
+def test_loading_says_that_the_checkpoint_brings_its_code():
+    run = make_run()
+    export = {"path": "runs/x/model", "format": "compressed-tensors"}
+    page = str(loading(RunData("run", metrics={**run.metrics, "export": export})))
+    assert "trust_remote_code=True" in page
+    assert "trust_remote_code" not in str(loading(RunData("run", metrics={"export": export})))
 
 
 def test_nothing_is_drawn_without_experts_and_half_a_record_is_an_error():

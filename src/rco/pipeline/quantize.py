@@ -108,6 +108,10 @@ def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) 
         on_progress=(progress or Silent()).stage("candidates") if progress else None,
     )
     problem = backend.problem(budget)
+    if config.serve == "llamacpp" and config.format == "compressed-tensors":
+        raise ValueError(
+            "llama.cpp loads no compressed-tensors checkpoint; add --format dense, or --format none."
+        )
     if config.format == "compressed-tensors":
         schemes = {i.name: [plan.scheme(i, width) for width in plan.packed_widths] for i in plan.linears}
         check_exportable(plan.linears, schemes)

@@ -30,12 +30,13 @@ def loading(run: RunData) -> Markup | None:
     form = str(export.get("format", ""))
     layers = moe_layers(run)
     uneven = len({len(layer.kept) for layer in layers}) > 1 and "padded" not in form
+    separate = bool(section(run.metrics, "expert_widths")) and form == "compressed-tensors"
     pieces = [
         element("h4", "transformers"),
         code(
             _TRANSFORMERS.format(
                 path=json.dumps(str(path), ensure_ascii=False),
-                extra=', dtype="auto", trust_remote_code=True' if uneven else ', dtype="auto"',
+                extra=', dtype="auto"' + (", trust_remote_code=True" if uneven or separate else ""),
             )
         ),
     ]
@@ -50,7 +51,16 @@ def loading(run: RunData) -> Markup | None:
                 class_="small",
             )
         )
-    elif form == "compressed-tensors":
+    if separate:
+        pieces.append(
+            element(
+                "p",
+                "Experts have widths of their own, and stock model code loads packed experts with one width for "
+                "all: the checkpoint carries the code that builds them separately.",
+                class_="small",
+            )
+        )
+    if form == "compressed-tensors":
         pieces.append(
             element("p", "Needs the package ", element("code", "compressed-tensors"), ".", class_="small")
         )
