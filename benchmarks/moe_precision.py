@@ -12,8 +12,8 @@ Methods, all from the same GPTQ candidates of a seed (widths 2 to 8):
 * ``rco*-projection``: as ``rco*`` with gate and up tied and down free, which is MxMoE's search space;
 * ``mxmoe``: layer-output sensitivities and one integer program per layer, in that space;
 * ``uniform2``, ``uniform3``, ``uniform4``: the same width for every expert, attention at 16 bits;
-* ``bits``, ``prune16``, ``prune4``, ``bits+prune``: at equal bytes of the checkpoint (those of ``rco*`` at the bits
-  given), experts may take 2 to 8 bits; be pruned or kept at 16 or 4 bits; or any of these widths and pruned.
+* ``prune16``, ``prune4``, ``bits+prune``: at the bytes of the checkpoint that ``rco*`` has at the bits given, experts
+  may be pruned or kept at 16 bits, at 4 bits, or at any width; bits alone are ``rco*`` itself.
 
 A run is made of independent parts (model, bits, seed, method), spread over processes; each is one line of the file
 given by --parts as soon as it is done, and what that file holds is not run again. Candidates of a seed are made
@@ -34,7 +34,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 DOMAINS = "en_prose,python_code,tech_docs,math_latex,de_law,fr_novels,dialogue"
-METHODS = "rco*,rco,rco*-projection,mxmoe,uniform2,uniform3,uniform4,bits,prune16,prune4,bits+prune"
+METHODS = "rco*,rco,rco*-projection,mxmoe,uniform2,uniform3,uniform4,prune16,prune4,bits+prune"
 WIDTHS = "2,3,4,5,6,7,8"
 ATTENTION = ["attention=16"]
 # Settings of the plan that differ from the defaults, by method.
@@ -46,12 +46,11 @@ PLANS = {
     "uniform2": {"lock": ATTENTION, "count": "experts"},
     "uniform3": {"lock": ATTENTION, "count": "experts"},
     "uniform4": {"lock": ATTENTION, "count": "experts"},
-    "bits": {"lock": ATTENTION},
     "prune16": {"lock": ATTENTION, "widths": f"{WIDTHS},16", "allow_prune": True},
     "prune4": {"lock": ATTENTION, "allow_prune": True},
     "bits+prune": {"lock": ATTENTION, "allow_prune": True},
 }
-EQUAL_BYTES = ("bits", "prune16", "prune4", "bits+prune")
+EQUAL_BYTES = ("prune16", "prune4", "bits+prune")
 ONLY = {"prune16": 16, "prune4": 4}  # the one width beside none
 
 
@@ -501,11 +500,11 @@ def main():
     runs.add_argument("--text", help="folder with NAME.calibration.txt and NAME.evaluation.txt")
     runs.add_argument("--domains", default=DOMAINS)
     runs.add_argument("--work", default="runs/moe-precision", help="folder of the candidates")
-    runs.add_argument("--length", type=int, default=256)
+    runs.add_argument("--length", type=int, default=128)
     runs.add_argument("--sequences", type=int, default=112)
     runs.add_argument("--sensitivity", type=int, default=56)
     runs.add_argument("--selection", type=int, default=28)
-    runs.add_argument("--evaluation", type=int, default=56)
+    runs.add_argument("--evaluation", type=int, default=84)
     runs.add_argument("--steps", type=int, default=40)
     runs.add_argument("--samples", type=int, default=4)
     runs.add_argument("--refine", type=int, default=20)
