@@ -12,8 +12,8 @@ Methods, all from the same GPTQ candidates of a seed (widths 2 to 8):
 * ``rco*-projection``: as ``rco*`` with gate and up tied and down free, which is MxMoE's search space;
 * ``mxmoe``: layer-output sensitivities and one integer program per layer, in that space;
 * ``uniform2``, ``uniform3``, ``uniform4``: the same width for every expert, attention at 16 bits;
-* ``prune16``, ``prune4``, ``bits+prune``: at the bytes of the checkpoint that ``rco*`` has at the bits given, experts
-  may be pruned or kept at 16 bits, at 4 bits, or at any width; bits alone are ``rco*`` itself.
+* ``prune16``, ``prune4``, ``bits+prune``: at the bytes of the checkpoint that ``rco*`` has at the bits given,
+  experts may be pruned or kept at 16 bits, at 4 bits, or at any width; bits alone are ``rco*`` itself.
 
 A run is made of independent parts (model, bits, seed, method), spread over processes; each is one line of the file
 given by --parts as soon as it is done, and what that file holds is not run again. Candidates of a seed are made
