@@ -170,7 +170,7 @@ def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Quanti
 
 def build_data(config: QuantizeConfig, loaded: LoadedModel) -> DataSplits:
     """The sequences of a run: for candidates and gradients, for choosing, for judging."""
-    return buildbuild_data(
+    return build_splits(
         config.data,
         loaded.tokenizer,
         search=config.sequences,
