@@ -3,11 +3,12 @@
     PYTHONPATH=src python benchmarks/gpu_session.py OUT [part ...]
 
 Writes one JSON file per part into OUT as soon as the part is done, so that a session that is cut short keeps what
-it has. Parts: tests, kernels, gptq, step, memory, olmoe, 30b, steps50, jobs; all but steps50 by default.
+it has. Parts: tests, tune, kernels, gptq, jobs, step, olmoe, memory, 30b, steps50; all but steps50 by default.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -77,6 +78,34 @@ def kernels(out):
     found = breakdown(case, 16, 0.0)
     found["environment"] = environment()
     return found
+
+
+def tune(out):
+    """GPU seconds of the inner-product kernel under several launch settings, on four blocks of qwen3-8b."""
+    from rco.compressors import triton_bfloat16
+    from rco.studies.step_bench import _copy_bandwidth, _kernels
+    from rco.studies.step_cases import make_case
+
+    place = torch.device("cuda")
+    case = make_case("qwen3-8b", place, length=64, layers=4)
+    layers = [list(options.values()) for options in case.backend.packed().values()]
+    rows = []
+    for count, warps, per_core, registers in (
+        (8, 4, 12, 80), (8, 4, 12, None), (8, 4, 12, 64), (8, 4, 32, 80), (16, 4, 8, None), (16, 4, 12, 96),
+        (4, 2, 24, 80),
+    ):  # fmt: skip
+        triton_bfloat16._COUNT, triton_bfloat16._WARPS = count, warps
+        triton_bfloat16._PROGRAMS_PER_CORE, triton_bfloat16._REGISTERS = per_core, registers
+        try:
+            _, _, found = _kernels(layers, torch.bfloat16, place)
+        except Exception as error:  # noqa: BLE001  some settings may not compile
+            print(count, warps, per_core, registers, type(error).__name__, flush=True)
+            continue
+        row = {"count": count, "warps": warps, "per_core": per_core, "registers": registers}
+        row |= {name: found[name]["share_of_copy"] for name in ("inner_products", "dequantise")}
+        rows.append(row)
+        print(row, flush=True)
+    return {"settings": rows, "copy": _copy_bandwidth(place)}
 
 
 def block_linears(shape):
@@ -178,8 +207,10 @@ def jobs(out):
     return rows
 
 
-PARTS = {"tests": tests, "kernels": kernels, "gptq": gptq_block, "jobs": jobs, "step": step, "olmoe": olmoe,
-         "memory": memory, "30b": thirty_billion, "steps50": steps50}  # fmt: skip
+PARTS = {
+    "tests": tests, "tune": tune, "kernels": kernels, "gptq": gptq_block, "jobs": jobs, "step": step,
+    "olmoe": olmoe, "memory": memory, "30b": thirty_billion, "steps50": steps50,
+}  # fmt: skip
 
 
 def main():
@@ -194,6 +225,7 @@ def main():
         except Exception:  # noqa: BLE001  the next part may work, and the session is expensive
             everything[name] = {"error": traceback.format_exc()}
             print(name, everything[name]["error"], flush=True)
+        gc.collect()
         torch.cuda.empty_cache()
         everything[name]["part_seconds"] = time.perf_counter() - began
         (out / "session.json").write_text(json.dumps(everything, indent=1))

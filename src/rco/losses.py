@@ -485,13 +485,15 @@ def _counted(mask: Tensor | None, hidden: Tensor) -> tuple[Tensor | None, int]:
             f"mask must be boolean or integer of shape {tuple(hidden.shape[:-1])}, got {_describe(mask)}; "
             "fractional weights are not supported."
         )
-    index = mask.reshape(-1).nonzero().squeeze(1).to(hidden.device)
+    index = mask.reshape(-1).nonzero().squeeze(1)
     if len(index) == 0:
         raise ValueError(
             f"No token to average over: the mask leaves out all {total} positions. "
             "Check that the data has an answer part within the sequence length."
         )
-    return (None, total) if len(index) == total else (index, len(index))
+    if len(index) == total:
+        return None, total
+    return index.to(hidden.device, non_blocking=True), len(index)
 
 
 def _wide(*tensors: Tensor) -> torch.dtype:

@@ -28,7 +28,8 @@ def test_ranges_are_those_of_the_cpu(group, symmetric, storage):
         strict=True,
     ):
         # A sum in another order may tip the balance between two ranges that are equally good.
-        assert (here.scales == there.scales.cpu()).float().mean() > 0.97
+        alike = torch.isclose(here.scales.float(), there.scales.cpu().float(), rtol=1e-5)
+        assert alike.float().mean() > 0.97
         errors = [(w.dequantize(torch.float32).cpu() - weight).square().sum() for w in (here, there)]
         assert float(errors[1]) == pytest.approx(float(errors[0]), rel=1e-3)
 

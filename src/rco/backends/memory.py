@@ -60,7 +60,8 @@ def saved_bytes_per_token(loaded: LoadedModel, linears: Sequence[LinearInfo]) ->
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned and tensor.numel() >= _PROBE_TOKENS:
             found[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        # Kept, so that its memory is not counted twice; detached, because a result that holds its own graph leaks.
+        return tensor.detach()
 
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=loaded.device)
     weights: list[Any] = [info.module.weight for info in linears if info.role != EXPERT_ROLE]

@@ -10,7 +10,7 @@ kernels are bound by instructions as much as by memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 
 import torch
 import triton
@@ -26,6 +26,7 @@ _OCTETS = SEGMENT // 8
 _COUNT = 8  # segments of one step of a program: one octet per thread
 _WARPS = 4
 _PROGRAMS_PER_CORE = 12
+_REGISTERS = 80  # per thread: more and too few programs run beside each other to keep the memory busy
 
 # Registers of the assembly below: $G inputs that the caller numbers, named ones declared in the block.
 _SPLIT = {
@@ -77,7 +78,6 @@ mov.b32 none, 0x80008000;
 """
 
 
-@cache
 def _decode_assembly(bits: int) -> str:
     """Eight values as two words of 64 bits, from (low, middle, high, offset, zero, scale)."""
     split = _SPLIT[bits].format(low="$2", middle="$3", high="$4", at="$5")
@@ -85,7 +85,6 @@ def _decode_assembly(bits: int) -> str:
     return f"{{{_DECLARATIONS}{split}\n{pairs}\nmov.b64 $0, {{w0, w1}};\nmov.b64 $1, {{w2, w3}};\n}}"
 
 
-@cache
 def _dot_assembly(bits: int) -> str:
     """A running sum plus eight products, from (sum, gradient x 2, low, middle, high, offset, zero, scale)."""
     if bits == DENSE:
@@ -100,6 +99,13 @@ def _dot_assembly(bits: int) -> str:
         lines.append(f"and.b32 t, g{pair}, 0xFFFF0000; mov.b32 a, t;")
         lines.append(f"and.b32 u, w{pair}, 0xFFFF0000; mov.b32 b, u; fma.rn.f32 sum, a, b, sum;")
     return f"{{{_DECLARATIONS}{fetch}\n" + "\n".join(lines) + "\nmov.f32 $0, sum;\n}"
+
+
+# By width, so that a kernel finds its own.
+_DECODE = tl.constexpr(tuple(_decode_assembly(bits) if bits in _SPLIT else "" for bits in range(9)))
+_DOT = tl.constexpr(
+    tuple(_dot_assembly(bits) if bits in (*_SPLIT, DENSE) else "" for bits in range(DENSE + 1))
+)
 
 
 @triton.jit
@@ -139,7 +145,7 @@ def _scale_and_zero(
 @triton.jit
 def _decode_kernel(
     codes, scales, zeros, out, segments,
-    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, RATIO: tl.constexpr, ASSEMBLY: tl.constexpr,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, RATIO: tl.constexpr,
     COUNT: tl.constexpr, OCTETS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * COUNT + tl.arange(0, COUNT)[:, None]
@@ -149,7 +155,7 @@ def _decode_kernel(
     low, middle, high, offset = _words(codes, index, octet, BITS, OCTETS)
     scale, zero = _scale_and_zero(scales, zeros, index, RATIO, BITS, SYMMETRIC)
     first, second = tl.inline_asm_elementwise(
-        ASSEMBLY, "=l,=l,r,r,r,r,r,r", [low, middle, high, offset, zero, scale],
+        _DECODE[BITS], "=l,=l,r,r,r,r,r,r", [low, middle, high, offset, zero, scale],
         dtype=(tl.int64, tl.int64), is_pure=True, pack=1,
     )  # fmt: skip
     place = (index.to(tl.int64) * (2 * OCTETS) + 2 * octet)[:, :, None] + tl.arange(0, 2)[None, None, :]
@@ -158,13 +164,17 @@ def _decode_kernel(
 
 @triton.jit
 def _inner_products_kernel(
-    gradient, codes, scales, zeros, partial, segments, steps,
-    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, RATIO: tl.constexpr, ASSEMBLY: tl.constexpr,
+    gradient, table, partial, segments, steps,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, RATIO: tl.constexpr,
     COUNT: tl.constexpr, OCTETS: tl.constexpr,
 ):  # fmt: skip
     octet = tl.arange(0, OCTETS)[None, :]
-    sums = ()
+    codes, scales, zeros, sums = (), (), (), ()
     for k in tl.static_range(len(BITS)):
+        words = tl.pointer_type(tl.int64 if BITS[k] == 16 else tl.int32)
+        codes = codes + (tl.load(table + 3 * k).to(words),)
+        scales = scales + (tl.load(table + 3 * k + 1).to(tl.pointer_type(tl.bfloat16)),)
+        zeros = zeros + (tl.load(table + 3 * k + 2).to(tl.pointer_type(tl.uint8)),)
         sums = sums + (tl.zeros((COUNT, OCTETS), tl.float32),)
     for step in range(tl.program_id(0), steps, tl.num_programs(0)):
         index = step * COUNT + tl.arange(0, COUNT)[:, None]
@@ -178,7 +188,7 @@ def _inner_products_kernel(
             if BITS[k] == 16:
                 added = added + (
                     tl.inline_asm_elementwise(
-                        ASSEMBLY[k], "=f,f,l,l,l,l",
+                        _DOT[BITS[k]], "=f,f,l,l,l,l",
                         [sums[k], first, second, tl.load(codes[k] + place), tl.load(codes[k] + place + 1)],
                         dtype=tl.float32, is_pure=True, pack=1,
                     ),
@@ -188,7 +198,7 @@ def _inner_products_kernel(
                 scale, zero = _scale_and_zero(scales[k], zeros[k], index, RATIO, BITS[k], SYMMETRIC[k])
                 added = added + (
                     tl.inline_asm_elementwise(
-                        ASSEMBLY[k], "=f,f,l,l,r,r,r,r,r,r",
+                        _DOT[BITS[k]], "=f,f,l,l,r,r,r,r,r,r",
                         [sums[k], first, second, low, middle, high, offset, zero, scale],
                         dtype=tl.float32, is_pure=True, pack=1,
                     ),
@@ -216,7 +226,7 @@ def decode(operand: Operand, group: int, out: Tensor) -> None:
         operand.codes, operand.scales, operand.scales if operand.zeros is None else operand.zeros,
         out.view(torch.int64), segments,
         BITS=operand.bits, SYMMETRIC=operand.zeros is None, RATIO=min(group, out.shape[1]) // SEGMENT,
-        ASSEMBLY=_decode_assembly(operand.bits), COUNT=_COUNT, OCTETS=_OCTETS, num_warps=_WARPS,
+        COUNT=_COUNT, OCTETS=_OCTETS, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -226,16 +236,25 @@ def inner_products(gradient: Tensor, operands: Sequence[Operand], group: int, pa
     steps = triton.cdiv(segments, _COUNT)
     programs = min(steps, max(1, _PROGRAMS_PER_CORE * multiprocessors(gradient.device) // parts))
     partial = torch.empty(parts, programs, len(operands), dtype=torch.float32, device=gradient.device)
+    addresses = tuple(
+        (operand.scales if part is None else part).data_ptr()
+        for operand in operands
+        for part in (operand.codes, operand.scales, operand.zeros)
+    )
     _inner_products_kernel[(programs, parts)](
-        gradient.view(torch.int64),
-        tuple(o.codes.view(torch.int64) if o.bits == DENSE else o.codes for o in operands),
-        tuple(operand.scales for operand in operands),
-        tuple(operand.scales if operand.zeros is None else operand.zeros for operand in operands),
-        partial, segments, steps,
+        gradient.view(torch.int64), _table(addresses, gradient.device), partial, segments, steps,
         BITS=tuple(operand.bits for operand in operands),
         SYMMETRIC=tuple(operand.zeros is None for operand in operands),
         RATIO=min(group, gradient.shape[1]) // SEGMENT,
-        ASSEMBLY=tuple(_dot_assembly(operand.bits) for operand in operands),
-        COUNT=_COUNT, OCTETS=_OCTETS, num_warps=_WARPS,
+        COUNT=_COUNT, OCTETS=_OCTETS, num_warps=_WARPS, maxnreg=_REGISTERS,
     )  # fmt: skip
     return partial.sum(dim=1, dtype=torch.float64).T
+
+
+@lru_cache(maxsize=8192)
+def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where the operands are, on the device: one argument of a launch instead of three per option.
+
+    A launch examines each of its arguments, which for 21 tensors takes longer than most layers compute.
+    """
+    return torch.tensor(addresses, dtype=torch.int64, device=device)

@@ -68,12 +68,13 @@ def _quads(codes, row, column, cols, BITS: tl.constexpr):
     offset = (bit & 31).to(tl.uint32)
     place = codes + row.to(tl.int64) * words + word
     low = tl.load(place, mask=column < cols, other=0).to(tl.uint32, bitcast=True)
-    if 32 % (4 * BITS) == 0:
-        return low >> offset
-    reaches = (offset + 4 * BITS > 32) & (word + 1 < words)
-    high = tl.load(place + 1, mask=reaches & (column < cols), other=0).to(tl.uint32, bitcast=True)
-    # In two steps, because a shift by 32 is not defined.
-    return (low >> offset) | ((high << 1) << (31 - offset))
+    quads = low >> offset
+    if 32 % (4 * BITS) != 0:
+        reaches = (offset + 4 * BITS > 32) & (word + 1 < words)
+        high = tl.load(place + 1, mask=reaches & (column < cols), other=0).to(tl.uint32, bitcast=True)
+        # In two steps, because a shift by 32 is not defined.
+        quads |= (high << 1) << (31 - offset)
+    return quads
 
 
 @triton.jit
@@ -86,21 +87,22 @@ def _values(
     if BITS == 16:
         column = (start + 4 * quad)[:, :, None] + lane
         place = row.to(tl.int64)[:, :, None] * cols + column
-        return tl.load(codes + place, mask=column < cols, other=0.0).to(tl.float32)
-    quads = _quads(codes, row, start + 4 * quad, cols, BITS)
-    groups = (cols + group - 1) // group
-    place = row.to(tl.int64) * groups + start // group
-    live = start < cols
-    scale = tl.load(scales + place, mask=live, other=0.0)
-    if SYMMETRIC:
-        zero = tl.full(scale.shape, 1 << (BITS - 1), tl.float32)
+        value = tl.load(codes + place, mask=column < cols, other=0.0).to(tl.float32)
     else:
-        zero = tl.load(zeros + place, mask=live, other=0).to(tl.float32)
-    code = (quads[:, :, None] >> (lane * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
-    # The bits of 2^23 + code: cheaper than a conversion, and exact.
-    step = (code | 0x4B000000).to(tl.float32, bitcast=True) - (zero + 8388608.0)[:, :, None]
-    value = step * scale.to(tl.float32)[:, :, None]
-    return value.to(scale.dtype).to(tl.float32)
+        quads = _quads(codes, row, start + 4 * quad, cols, BITS)
+        groups = (cols + group - 1) // group
+        place = row.to(tl.int64) * groups + start // group
+        live = start < cols
+        scale = tl.load(scales + place, mask=live, other=0.0)
+        if SYMMETRIC:
+            zero = tl.full(scale.shape, 1 << (BITS - 1), tl.float32)
+        else:
+            zero = tl.load(zeros + place, mask=live, other=0).to(tl.float32)
+        code = (quads[:, :, None] >> (lane * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
+        # The bits of 2^23 + code: cheaper than a conversion, and exact.
+        step = (code | 0x4B000000).to(tl.float32, bitcast=True) - (zero + 8388608.0)[:, :, None]
+        value = (step * scale.to(tl.float32)[:, :, None]).to(scale.dtype).to(tl.float32)
+    return value
 
 
 @triton.jit

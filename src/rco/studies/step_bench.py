@@ -18,8 +18,9 @@ from rco.core.knapsack import solve_choices, solve_mckp
 from rco.core.relaxation import gumbel_noise
 from rco.core.search import RCO
 from rco.losses import chunked_kl
+from rco.models.shapes import random_model
 from rco.runs import environment
-from rco.studies.step_cases import Case, floor, make_case, measure, sparse
+from rco.studies.step_cases import Case, as_graph, floor, make_case, measure, random_tokens, sparse
 
 __all__ = ["run", "run_memory", "to_markdown"]
 
@@ -52,14 +53,16 @@ def run(
     """
     tell = on_progress or (lambda done, total: None)
     place = torch.device(device)
-    case = make_case(shape, place, length=length, layers=layers)
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    loaded = random_model(shape, device=place, dtype=dtype, layers=layers)
     rows: dict[str, Any] = {}
     total = 4 + bool(steps)
     for done, checkpointing in enumerate((False, True)):
         tell(done, total)
-        with floor(case.loaded, case.data, checkpointing) as work:
+        with floor(loaded, random_tokens(loaded, 1, length), checkpointing) as work:
             lowest = measure(work, place, repeats)
         rows["checkpointing" if checkpointing else "plain"] = {"floor": lowest.to_dict()}
+    case = make_case(shape, place, length=length, loaded=loaded)
     for done, checkpointing in enumerate((False, True)):
         tell(2 + done, total)
         case.backend.checkpointing = checkpointing
@@ -192,7 +195,7 @@ def _kernels(
                 by_shape[options[0].shape] = _gradient(options[0].shape, dtype, place)
             inner_products(by_shape[options[0].shape], options)
 
-    decoding, products = measure(decode, place, 5).median, measure(meet, place, 5).median
+    decoding, products = (measure(as_graph(work, place), place, 5).median for work in (decode, meet))
     elements = sum(option.shape[0] * option.shape[1] for option in middle)
     read = sum(option.nbytes for options in layers for option in options) + elements * dtype.itemsize
     written = sum(option.nbytes for option in middle) + elements * dtype.itemsize

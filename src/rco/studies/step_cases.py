@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,17 @@ from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.shapes import SHAPES, random_model
 
-__all__ = ["Case", "Timed", "floor", "make_case", "measure", "random_packed", "random_tokens", "sparse"]
+__all__ = [
+    "Case",
+    "Timed",
+    "as_graph",
+    "floor",
+    "make_case",
+    "measure",
+    "random_packed",
+    "random_tokens",
+    "sparse",
+]
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8)
 
@@ -75,6 +86,7 @@ def measure(work: Callable[[], object], device: torch.device, repeats: int, warm
     for _ in range(warmup):
         work()
     synchronize(device)
+    gc.collect()  # models hold themselves in cycles; what an earlier one left must not count
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     seconds = []
@@ -85,6 +97,20 @@ def measure(work: Callable[[], object], device: torch.device, repeats: int, warm
         seconds.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return Timed(seconds, peak)
+
+
+def as_graph(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The same work recorded once, so that many small launches are timed by what the GPU takes for them."""
+    if device.type != "cuda":
+        return work
+    aside: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(aside):
+        work()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
 
 
 def random_packed(info: LinearInfo, bits: int, group: int, device: torch.device) -> PackedWeight:
