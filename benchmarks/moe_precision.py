@@ -176,10 +176,11 @@ def prepare(settings, model, seed):
 
 
 def _candidates(settings, config):
-    from rco.pipeline.quantize import build_data, plan_quantization
+    from rco.pipeline.common import build_data
+    from rco.pipeline.quantize import plan_quantization
 
     planned = plan_quantization(config)
-    data = build_data(config, planned.loaded)
+    data = build_data(config, planned.loaded.tokenizer)
     planned.backend.look_at_routing(data.search)
     planned.backend.prepare(data.search)
     return planned, data
@@ -255,7 +256,7 @@ def _only(planned, width):
     """The same plan with experts that are either pruned or at one width."""
     from rco.backends.plan import PRUNED
 
-    plan = planned.plan
+    plan = planned.backend.plan
     groups = tuple(
         dataclasses.replace(group, widths=tuple(w for w in group.widths if w in (PRUNED, width)))
         if group.members[0].role == "experts"
@@ -346,8 +347,9 @@ def step(arguments):
     from rco.backends.objective import Reference
     from rco.losses import Head, chunked_kl
     from rco.models.precision import computing_in
+    from rco.pipeline.common import build_data
     from rco.pipeline.configs import QuantizeConfig
-    from rco.pipeline.quantize import build_data, plan_quantization
+    from rco.pipeline.quantize import plan_quantization
     from rco.runs import environment, write_json_atomic
 
     start_worker(arguments.threads)
@@ -362,7 +364,7 @@ def step(arguments):
             )  # fmt: skip
             planned = plan_quantization(config)
             backend, loaded = planned.backend, planned.loaded
-            data = build_data(config, loaded).search
+            data = build_data(config, loaded.tokenizer).search
             backend.prepare(data)
             network, device = loaded.model, loaded.device
             with computing_in(network, backend.compute_dtype):

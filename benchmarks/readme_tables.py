@@ -42,9 +42,10 @@ def smollm():
     data = load("smollm2_135m")
     if data is None:
         return []
+    threads = f"{data['threads']} thread{'s' if data['threads'] > 1 else ''}"
     lines = [
-        f"**SmolLM2-135M at 3.0 bits on a CPU**: {data['minutes']:.0f} minutes and "
-        f"{data['peak_gib']:.1f} GiB with {data['threads']} thread on a busy machine (`{data['command']}`).",
+        f"**SmolLM2-135M at 3.0 bits on a CPU**: {data['minutes']:.0f} minutes and {data['peak_gib']:.1f} GiB with "
+        f"{threads} (`{data['command']}`, measured by `python benchmarks/smollm2_135m.py`).",
         "",
         "| allocation | bits | KL | perplexity |",
         "|---|---|---|---|",

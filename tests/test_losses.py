@@ -193,7 +193,7 @@ def test_masked_tokens_are_not_touched():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_low_precision_inputs_are_accumulated_in_float32(dtype, monkeypatch):
-    monkeypatch.setattr("rco.losses._SLICE_ELEMENTS", 64)  # several slices of the head
+    monkeypatch.setattr("rco.losses.head._SLICE_ELEMENTS", 64)  # several slices of the head
     student, head = make(7, dtype=dtype, softcap=20.0)
     reference, other = make(8, dtype=dtype, softcap=20.0)
     head = Head(head.weight.requires_grad_(), head.bias.requires_grad_(), head.softcap)
@@ -265,7 +265,7 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(top_k):
 
 
 def test_a_half_precision_head_is_never_widened_whole(monkeypatch):
-    monkeypatch.setattr("rco.losses._SLICE_ELEMENTS", 512)
+    monkeypatch.setattr("rco.losses.head._SLICE_ELEMENTS", 512)
     head = Head(torch.randn(1000, 8).bfloat16())
     student, reference = torch.randn(2, 12, 8).bfloat16()
     with LargestTensor() as seen:

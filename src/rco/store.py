@@ -99,14 +99,11 @@ class CandidateStore:
         wanted = {
             "format": FORMAT, "version": VERSION, "identity": as_json(identity), "blocks_total": blocks,
         }  # fmt: skip
-        if (folder / _MANIFEST).exists():
-            # What is complete is only read: processes that start together need not queue for the lock.
-            manifest = _read_manifest(folder)
-            complete = len(manifest.get("blocks", {})) == blocks
-            if complete and not any(differences({key: manifest.get(key) for key in wanted}, wanted)):
-                store = cls(folder, manifest)
-                store._check_sizes()
-                return store
+        if (folder / _MANIFEST).is_file():
+            manifest = _read_manifest(folder, warn=False)
+            same = not any(differences({key: manifest.get(key) for key in wanted}, wanted))
+            if same and len(manifest["blocks"]) == blocks:
+                return cls.open(folder)  # nothing to write, so any number of runs may read it at once
         lock = FolderLock(folder)
         lock.acquire()
         try:
@@ -133,6 +130,20 @@ class CandidateStore:
         if store.complete:
             lock.release()
         return store
+
+    @staticmethod
+    def check(folder: Path | str, identity: Mapping[str, Any]) -> None:
+        """Refuse a folder that holds candidates of another identity; one that holds none is fine.
+
+        Raises:
+            StoreMismatchError: Which entries differ, and what to do.
+        """
+        folder = Path(folder)
+        if (folder / _MANIFEST).is_file():
+            manifest = _read_manifest(folder, warn=False)
+            found = list(differences(manifest["identity"], as_json(identity), "identity"))
+            if found:
+                raise _mismatch(folder, found)
 
     @classmethod
     def join(cls, folder: Path | str, manifest: Mapping[str, Any]) -> CandidateStore:
@@ -182,6 +193,11 @@ class CandidateStore:
         """What the candidates were made from."""
         identity: dict[str, Any] = self.manifest["identity"]
         return identity
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the identity."""
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
 
     @property
     def missing_blocks(self) -> list[int]:
@@ -388,10 +404,7 @@ class CandidateStore:
 
     def _stamp(self, index: int) -> str:
         """What a block's file says of itself; one entry, because the order of several is not reproducible."""
-        return f"{self._identity_hash()} block {index}"
-
-    def _identity_hash(self) -> str:
-        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
+        return f"{self.fingerprint} block {index}"
 
     def _check_sizes(self) -> None:
         for index, entry in self.manifest["blocks"].items():
@@ -407,7 +420,7 @@ class CandidateStore:
         )
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path, *, warn: bool = True) -> dict[str, Any]:
     path = folder / _MANIFEST
     manifest = read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -419,9 +432,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         )
     gone = [index for index, entry in manifest["blocks"].items() if not (folder / entry["file"]).is_file()]
     for index in gone:
-        logger.warning(
-            "%s is missing; its block has to be made again.", folder / manifest["blocks"][index]["file"]
-        )
+        if warn:
+            logger.warning(
+                "%s is missing; its block has to be made again.", folder / manifest["blocks"][index]["file"]
+            )
         del manifest["blocks"][index]
     return manifest
 
@@ -430,5 +444,5 @@ def _mismatch(folder: Path, found: list[str]) -> StoreMismatchError:
     shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
     return StoreMismatchError(
         f"{folder} holds candidates that were made differently ({shown}). "
-        "Choose another folder, or replace them with --overwrite."
+        "Choose another folder with --store, or replace them with --overwrite-store."
     )

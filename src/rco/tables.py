@@ -46,6 +46,8 @@ FORMATS: dict[str, str] = {
     "llm-compressor": "rco.export.llm_compressor:LLMCompressorExporter",
     "auto-round": "rco.export.auto_round:AutoRoundExporter",
     "mlx": "rco.export.mlx:MLXExporter",
+    "pruned": "rco.export.pruned_experts:PrunedExporter",
+    "pruned-padded": "rco.export.pruned_experts:PaddedExporter",
 }
 
 

@@ -65,7 +65,7 @@ def test_marlin_takes_four_and_eight_bits(llama):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"serve": "ollama"}, "Unknown preset"),
+        ({"serve": "ollama"}, "Unknown engine"),
         ({"locks": ["q_proj"]}, "REGEX=WIDTH"),
         ({"locks": ["q_proj=9"]}, "on offer"),
         ({"locks": ["nothing_here=4"]}, "matches no linear"),
@@ -74,7 +74,7 @@ def test_marlin_takes_four_and_eight_bits(llama):
         ({"ties": ["q_proj"]}, "two or more"),
         ({"ties": ["q_proj,nope"]}, "two or more"),
         ({"widths": (16,)}, "at least two"),
-        ({"widths": (2, 9)}, "accepts"),
+        ({"widths": (2, 9)}, "2 to 8 bits"),
         ({"ties": ["q_proj,k_proj"], "locks": ["q_proj=2", "k_proj=3"]}, "share one width"),
     ],
 )

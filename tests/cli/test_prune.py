@@ -98,6 +98,14 @@ def test_from_a_model_to_a_checkpoint_that_loads(capsys, tmp_path, model_folder,
     assert told["certificate"]["used"] == 11
     assert (out / "report.html").stat().st_size > 10_000
 
+    again = tmp_path / "again"
+    assert run(capsys, "export", out, "--format", "pruned", "--out", again)[0] == 0
+    for path in (out / "model").iterdir():
+        assert (again / path.name).read_bytes() == path.read_bytes(), path.name
+    code, _, told_why = run(capsys, "export", out, "--format", "dense", "--out", tmp_path / "dense")
+    assert code == 1
+    assert "pruned or pruned-padded" in told_why
+
     pruned = rco.load(out)
     assert sum(layer.num_experts for layer in moe_layers(pruned.model)) == 11
     assert sum(p.numel() for p in pruned.model.parameters()) == told["certificate"]["parameters"]

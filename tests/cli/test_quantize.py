@@ -96,6 +96,61 @@ def test_evaluate_and_report_read_a_run(finished, tmp_path, capsys):
     assert (tmp_path / "page.html").stat().st_size > 1000
 
 
+def test_export_writes_the_same_weights_in_another_format(finished, tmp_path, capsys):
+    """The dense export holds, tensor by tensor, what the packed checkpoint decodes to."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    dense = tmp_path / "dense"
+    code, out, _ = run(capsys, "export", str(finished), "--format", "dense", "--out", str(dense), "--json")
+    assert code == 0
+    assert json.loads(out)["path"] == str(dense)
+    packed = AutoModelForCausalLM.from_pretrained(finished / "model")
+    packed(torch.arange(4)[None])  # decompresses
+    decoded = packed.state_dict()
+    plain = load_file(dense / "model.safetensors")
+    assert len(plain) > 56
+    for name, tensor in plain.items():
+        assert torch.equal(tensor, decoded[name]), name
+    again = tmp_path / "again"
+    assert main(["export", str(finished), "--out", str(again)]) == 0
+    capsys.readouterr()
+    files = {path.name for path in again.iterdir()}
+    assert files == {path.name for path in (finished / "model").iterdir()}
+    for name in files:
+        assert (again / name).read_bytes() == (finished / "model" / name).read_bytes(), name
+    code, _, err = run(capsys, "export", str(finished), "--out", str(again))
+    assert code == 1
+    assert "not empty" in err
+
+
+def test_export_refuses_what_it_cannot_stand_for(finished, tmp_path, capsys):
+    import shutil
+
+    code, _, err = run(capsys, "export", str(finished), "--format", "pruned", "--out", str(tmp_path / "x"))
+    assert code == 1
+    assert "compressed-tensors or dense" in err
+    code, _, err = run(capsys, "export", str(tmp_path))
+    assert code == 1
+    assert "holds no run" in err
+    other = tmp_path / "copy"
+    shutil.copytree(finished, other)
+    metrics = json.loads((other / "metrics.json").read_text())
+    for changed, message in (
+        ({"candidates": "0" * 64}, "other candidates"),
+        ({"model": {**metrics["model"], "fingerprint": "0" * 64}}, "weights have changed"),
+    ):
+        (other / "metrics.json").write_text(json.dumps({**metrics, **changed}))
+        code, _, err = run(capsys, "export", str(other), "--out", str(tmp_path / "x"))
+        assert code == 1
+        assert message in err
+    (other / "allocation.json").unlink()
+    code, _, err = run(capsys, "export", str(other), "--out", str(tmp_path / "x"))
+    assert code == 1
+    assert "--resume" in err
+    assert not (tmp_path / "x").exists()
+
+
 def test_dry_run_says_range_and_estimates(capsys, tmp_path):
     code, out, _ = run(
         capsys, "quantize", "tiny-llama", "--size", "6MB", "--dry-run", "--json", "--out", str(tmp_path / "x")
@@ -135,6 +190,16 @@ def test_text_that_is_too_short(capsys, tmp_path):
     )  # fmt: skip
     assert code == 1
     assert "token" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_candidates_of_another_setting_are_refused_before_there_is_a_run(finished, tmp_path, capsys):
+    arguments = ["quantize", "tiny-llama", "--bits", "3", "--out", str(tmp_path / "run"), *QUICK]
+    code, _, err = run(capsys, *arguments, "--damp", "0.1", "--store", str(finished / "candidates"))
+    assert code == 1
+    assert "identity.damp: was 0.01, now 0.1" in err
+    assert "--overwrite-store" in err
+    assert not (tmp_path / "run").exists()
 
 
 def _start(folder, *extra):
@@ -143,6 +208,29 @@ def _start(folder, *extra):
     return subprocess.Popen(
         [*command, *QUICK, *extra], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
+
+
+@pytest.mark.slow
+def test_interrupted_it_says_how_to_go_on_and_does(tmp_path):
+    whole = _start(tmp_path / "whole")
+    assert whole.wait(timeout=600) == 0
+    folder = tmp_path / "stopped"
+    process = _start(folder)
+    while not (folder / "candidates" / "block_0002.safetensors").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"--out {folder}" in err.decode()
+    assert err.decode().strip().endswith("--resume")
+    assert not (folder / "allocation.json").exists()
+    assert _start(folder, "--resume").wait(timeout=600) == 0
+    expected, got = (
+        json.loads((tmp_path / name / "allocation.json").read_text())["allocation"]
+        for name in ("whole", "stopped")
+    )
+    assert got == expected
 
 
 @pytest.mark.slow

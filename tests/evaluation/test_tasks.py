@@ -223,3 +223,27 @@ def test_harness_results_get_plain_names(llama, monkeypatch):
         run_harness(llama, ["nonsense"])
     with pytest.raises(EvaluationError, match="at least one"):
         run_harness(llama, [])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_real_harness_runs_a_task_of_ones_own(tmp_path, monkeypatch):
+    """lm-eval and the package's own scoring agree on items that both can read."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    items = [
+        {"context": "The cat sat on the", "choices": [" mat", " xqzv", " of and"], "label": index % 2}
+        for index in range(8)
+    ]
+    (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, items)))
+    (tmp_path / "own.yaml").write_text(
+        "task: own\ndataset_path: json\ndataset_kwargs:\n  data_files:\n"
+        f"    test: {tmp_path}/items.jsonl\n"
+        "output_type: multiple_choice\ntest_split: test\ntarget_delimiter: ''\n"
+        'doc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"\ndoc_to_choice: "{{choices}}"\n'
+        "metric_list:\n  - metric: acc\n    aggregation: mean\n    higher_is_better: true\n"
+    )
+    loaded = load_model("tiny-llama")
+    theirs = run_harness(loaded, [str(tmp_path / "own.yaml")], batch_size=4)["own"]
+    ours = evaluate_task(loaded, load_task(tmp_path / "items.jsonl"))
+    assert theirs["acc"] == ours["acc"]
+    assert theirs["acc_stderr"] > 0

@@ -5,6 +5,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from rco.export.base import ExportError
 from rco.export.pruned_experts import EXPERT_MAP_FILE, export_pruned, load_pruned
 from rco.models.moe import moe_layers
 from rco.models.moe_gates import expert_gates
@@ -163,12 +164,12 @@ def test_nothing_half_written_and_nothing_overwritten(tmp_path, monkeypatch):
     masks = random_keep(moe_layers(model))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")
-    with pytest.raises(FileExistsError, match="not an empty folder"):
+    with pytest.raises(ExportError, match="not empty"):
         export_pruned(model, masks, tmp_path / "out")
     monkeypatch.setattr(
         type(model), "save_pretrained", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full"))
     )
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ExportError, match="disk full"):
         export_pruned(model, [mask | True for mask in masks], tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from rco.backends.accounting import parse_size
@@ -15,6 +16,7 @@ from rco.core.exact import exact_number
 from rco.core.problem import Allocation, AllocationProblem
 from rco.core.protocols import Objective
 from rco.data.calibration import CalibrationSet
+from rco.models.loading import LoadedModel
 
 __all__ = ["Backend", "Budget"]
 
@@ -54,6 +56,8 @@ class Backend(ABC):
     """One kind of compression: model -> (problem, objective); allocation -> model."""
 
     name: ClassVar[str]
+    loaded: LoadedModel
+    compute_dtype: torch.dtype
 
     @abstractmethod
     def prepare(self, calibration: CalibrationSet) -> None:
@@ -76,3 +80,7 @@ class Backend(ABC):
     @abstractmethod
     def apply(self, allocation: Allocation) -> AbstractContextManager[Any]:
         """The model with an allocation applied, inside the context."""
+
+    @abstractmethod
+    def amounts(self, allocation: Allocation | None) -> dict[str, float]:
+        """What tables show of an allocation beside its quality, e.g. ``{"bits": 2.5}``; None: the full model."""

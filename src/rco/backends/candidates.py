@@ -249,7 +249,7 @@ def _block_hessians(
             collect = experts.add
             hook = experts.layer.block.register_forward_pre_hook(lambda _, args: collect(args[0]))
             stack.callback(hook.remove)
-        inputs.observe()
+        inputs.advance()  # the candidates see the full model, so its next hidden states come with this pass
     return {name: accumulators[path] for name, path in source.items()}
 
 

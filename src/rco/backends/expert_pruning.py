@@ -248,6 +248,10 @@ class ExpertPruningBackend(Backend):
         parts = torch.split(self.keep_of(allocation), list(self.counts))
         return [part.nonzero().squeeze(-1).tolist() for part in parts]
 
+    def amounts(self, allocation: Allocation | None) -> dict[str, float]:
+        """How many experts stay."""
+        return {"experts": len(self.names) if allocation is None else int(self.keep_of(allocation).sum())}
+
     @contextmanager
     def apply(self, allocation: Allocation) -> Iterator[LoadedModel]:
         """The model as its pruned checkpoint computes, in the compute type."""

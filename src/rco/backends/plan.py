@@ -9,92 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import get_args
 
 from rco.backends.accounting import DENSE, Scheme
+from rco.backends.engines import Engine, ExpertGroups, find_engine
 from rco.backends.gguf_file import GGUFFile
 from rco.models.layout import Layout, LinearInfo
 from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear
 
-__all__ = [
-    "LEAVE_ALONE",
-    "PRESETS",
-    "PRUNED",
-    "ExpertGroups",
-    "Group",
-    "QuantizationPlan",
-    "ServingPreset",
-    "make_plan",
-]
+__all__ = ["LEAVE_ALONE", "PRUNED", "ExpertGroups", "Group", "QuantizationPlan", "make_plan"]
 
 LEAVE_ALONE = 16
 PRUNED = 0  # bits of an expert that is taken out, the router choosing among the others
 
-ExpertGroups = Literal["expert", "projection", "layer", "layer-projection"]
-"""What shares a width: an expert's three matrices; its gate and up (down by itself); all experts of a layer; one
-projection of all experts of a layer."""
-
 ROLES = ("attention", "mlp", EXPERT_ROLE, "shared_expert", "head")
-
-
-@dataclass(frozen=True)
-class ServingPreset:
-    """What an engine accepts (compressed-tensors checkpoints, weights only)."""
-
-    name: str
-    widths_symmetric: tuple[int, ...]
-    widths_asymmetric: tuple[int, ...]
-    group_sizes: tuple[int, ...] | None  # None: any; 0 stands for one scale per channel
-    fused: bool  # modules that the engine merges must share one scheme
-    note: str
-    experts: ExpertGroups = "expert"  # the finest grouping of experts that it loads
-    asymmetric_experts: bool = True  # it takes zero points in experts
-
-
-PRESETS: dict[str, ServingPreset] = {
-    preset.name: preset
-    for preset in (
-        ServingPreset("any", tuple(range(2, 9)), tuple(range(2, 9)), None, False, "no engine's rules"),
-        ServingPreset(
-            "transformers",
-            tuple(range(2, 9)),
-            tuple(range(2, 9)),
-            None,
-            False,
-            "decompressed at load, any width from 2 to 8",
-        ),
-        ServingPreset(
-            "vllm",
-            tuple(range(2, 9)),
-            (4, 8),
-            None,
-            True,
-            "q/k/v, gate/up and all experts of a layer share a scheme; asymmetric grids at 4 and 8 bits only, "
-            "and not in experts",
-            experts="layer",
-            asymmetric_experts=False,
-        ),
-        ServingPreset(
-            "vllm-marlin",
-            (4, 8),
-            (4,),
-            (0, 32, 64, 128),
-            True,
-            "Marlin kernels: 4 or 8 bits, group sizes 32, 64, 128 or per channel",
-            experts="layer",
-            asymmetric_experts=False,
-        ),
-        ServingPreset(
-            "llamacpp",
-            tuple(range(2, 9)),
-            tuple(range(2, 9)),
-            None,
-            False,
-            "one type for each projection of a layer's experts",
-            experts="layer-projection",
-        ),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -122,7 +50,7 @@ class QuantizationPlan:
     widths: tuple[int, ...]
     group_size: int | None
     symmetric: bool
-    preset: ServingPreset
+    engine: Engine
     skipped: tuple[str, ...] = field(default=())  # linears left alone and outside the budget
     gguf: GGUFFile | None = None
 
@@ -172,24 +100,22 @@ def make_plan(
         linears: All linears, the output layer last; it takes part only if a lock names it.
         widths: Bits on offer; 16 leaves a linear as it is.
         group_size: Columns that share a scale; None for one scale per row.
-        symmetric: Grid without zero points; None: what the preset needs, asymmetric otherwise.
-        serve: Name of a preset.
+        symmetric: Grid without zero points; None: what the engine needs, asymmetric otherwise.
+        serve: Name of an engine, whose rules become constraints.
         locks: ``regex=width``: linears whose name matches, or whose role is named, keep to that width. A lock at 16
             needs no 16 among the widths.
         skips: Regexes or roles: matching linears are left alone and outside the budget.
         ties: Comma-separated kinds, e.g. ``q_proj,k_proj,v_proj``, that share a width within a block.
-        experts: What shares a width among experts; None: an expert's matrices, or what the preset needs.
+        experts: What shares a width among experts; None: an expert's matrices, or what the engine needs.
         allow_prune: 0 bits is an option of every expert that is not protected.
         protected: Sparse layer -> experts that are never pruned: at least as many as its router picks, so that
             whatever a search does the router has its choice. None: the first ones.
     """
-    if serve not in PRESETS:
-        raise ValueError(f"Unknown preset {serve!r}; --serve takes {', '.join(PRESETS)}.")
-    preset = PRESETS[serve]
+    engine = find_engine(serve)
     sparse = any(info.role == EXPERT_ROLE for info in linears)
-    experts = _expert_groups(preset, experts, sparse=sparse, allow_prune=allow_prune)
-    symmetric = _grid(preset, widths, symmetric, sparse=sparse)
-    widths = _check_widths(preset, widths, symmetric, group_size)
+    experts = _expert_groups(engine, experts, sparse=sparse, allow_prune=allow_prune)
+    symmetric = _grid(engine, widths, symmetric, sparse=sparse)
+    widths = _check_widths(engine, widths, symmetric, group_size)
     locked = _parse_locks(locks, linears, widths)
     skipped_names = {info.name for pattern in skips for info in _matching(pattern, "--skip", linears)}
 
@@ -205,12 +131,12 @@ def make_plan(
             skipped.append(info.name)
         else:
             chosen.append(info)
-    if preset.fused:
+    if engine.fused:
         for names in layout.fused_sets(linears):
             left = [name for name in names if name in skipped]
             if left and len(left) < len(names):
                 raise ValueError(
-                    f"--serve {preset.name} merges {', '.join(names)} into one matrix: skip all of them or none, "
+                    f"--serve {engine.name} merges {', '.join(names)} into one matrix: skip all of them or none, "
                     f"not {', '.join(left)} alone."
                 )
     left_out = {i.layer.name for i in linears if isinstance(i, ExpertLinear) and i.name in set(skipped)}
@@ -222,7 +148,7 @@ def make_plan(
         )
     if not chosen:
         raise ValueError("Every linear is skipped: nothing is left to quantize.")
-    clusters = _clusters(layout, chosen, ties, fused=preset.fused, experts=experts)
+    clusters = _clusters(layout, chosen, ties, fused=engine.fused, experts=experts)
     groups = []
     for members in clusters:
         allowed = {locked[m.name] for m in members if m.name in locked}
@@ -235,7 +161,7 @@ def make_plan(
         offered = (PRUNED, *widths) if prunable else widths
         groups.append(Group(_group_name(members), tuple(members), tuple(allowed) or offered))
     every = tuple(sorted({width for group in groups for width in group.widths} | set(widths)))
-    return QuantizationPlan(tuple(groups), every, group_size, symmetric, preset, tuple(skipped))
+    return QuantizationPlan(tuple(groups), every, group_size, symmetric, engine, tuple(skipped))
 
 
 def _prunable(info: LinearInfo, protected: Mapping[int, Collection[int]] | None) -> bool:
@@ -251,7 +177,7 @@ def _prunable(info: LinearInfo, protected: Mapping[int, Collection[int]] | None)
 
 
 def _expert_groups(
-    preset: ServingPreset, asked: ExpertGroups | None, *, sparse: bool, allow_prune: bool
+    engine: Engine, asked: ExpertGroups | None, *, sparse: bool, allow_prune: bool
 ) -> ExpertGroups:
     """What shares a width among experts: as asked, if the engine loads that."""
     if asked is not None and asked not in get_args(ExpertGroups):
@@ -267,10 +193,10 @@ def _expert_groups(
         "layer": ("layer",),
         "layer-projection": ("layer", "layer-projection"),
     }
-    groups = preset.experts if asked is None else asked
-    if groups not in coarser[preset.experts]:
+    groups = engine.experts if asked is None else asked
+    if groups not in coarser[engine.experts]:
         raise ValueError(
-            f"--serve {preset.name} loads experts grouped by {' or '.join(coarser[preset.experts])}, not by "
+            f"--serve {engine.name} loads experts grouped by {' or '.join(coarser[engine.experts])}, not by "
             f"{groups}."
         )
     if allow_prune and groups != "expert":
@@ -281,35 +207,29 @@ def _expert_groups(
     return groups
 
 
-def _grid(preset: ServingPreset, widths: Sequence[int], symmetric: bool | None, *, sparse: bool) -> bool:
+def _grid(engine: Engine, widths: Sequence[int], symmetric: bool | None, *, sparse: bool) -> bool:
     packed = [w for w in widths if w != LEAVE_ALONE]
-    only_symmetric = sparse and not preset.asymmetric_experts
+    only_symmetric = sparse and not engine.asymmetric_experts
     if symmetric is None:
-        return only_symmetric or any(w not in preset.widths_asymmetric for w in packed)
+        return only_symmetric or any(w not in engine.asymmetric_bits for w in packed)
     if not symmetric and only_symmetric:
-        raise ValueError(f"--serve {preset.name} takes no zero points in experts; leave out --no-symmetric.")
+        raise ValueError(f"--serve {engine.name} takes no zero points in experts; leave out --no-symmetric.")
     return symmetric
 
 
 def _check_widths(
-    preset: ServingPreset, widths: Sequence[int], symmetric: bool, group_size: int | None
+    engine: Engine, widths: Sequence[int], symmetric: bool, group_size: int | None
 ) -> tuple[int, ...]:
     ordered = tuple(sorted(set(widths)))
-    accepted = preset.widths_symmetric if symmetric else preset.widths_asymmetric
-    refused = [w for w in ordered if w != LEAVE_ALONE and w not in accepted]
-    if refused:
-        grid = "symmetric" if symmetric else "asymmetric"
-        raise ValueError(
-            f"--serve {preset.name} accepts {grid} widths {', '.join(map(str, accepted))} (and 16), got "
-            f"{', '.join(map(str, refused))}; pass --widths with accepted ones"
-            + ("." if symmetric else " or --symmetric.")
-        )
-    if not any(w != LEAVE_ALONE for w in ordered) or len(ordered) < 2:
+    packed = [w for w in ordered if w != LEAVE_ALONE]
+    if not packed or len(ordered) < 2:
         raise ValueError(f"--widths needs at least two widths, one of them below 16, got {list(ordered)}.")
-    size = 0 if group_size is None else group_size
-    if preset.group_sizes is not None and size not in preset.group_sizes:
-        sizes = ", ".join("per channel" if s == 0 else str(s) for s in preset.group_sizes)
-        raise ValueError(f"--serve {preset.name} accepts group sizes {sizes}, got {size or 'per channel'}.")
+    for width in packed:
+        if not 2 <= width <= 8:
+            raise ValueError(f"A width is 2 to 8 bits, or 16 to leave a linear alone; got {width}.")
+        reason = engine.refusal(Scheme(width, group_size, symmetric))
+        if reason is not None:
+            raise ValueError(f"{reason}; change --widths, --group-size or --symmetric, or --serve.")
     return ordered
 
 

@@ -41,7 +41,7 @@ from rco.models.moe_prune import prune_experts
 from rco.models.moe_scores import count_visits
 from rco.models.moe_sensitivity import layer_output_errors
 from rco.models.precision import computing_in, default_compute_dtype
-from rco.store import CandidateStore
+from rco.store import CandidateStore, StoreMismatchError
 
 __all__ = ["QuantizationBackend", "Residency", "routing_visits"]
 
@@ -168,9 +168,17 @@ class QuantizationBackend(Backend):
 
     # -------------------------------------------------------------- candidates
 
+    def _identity(self, calibration: CalibrationSet) -> dict[str, object]:
+        return candidate_identity(self.loaded, self.plan, calibration, self.settings, self.storage_dtype)
+
+    def check_store(self, calibration: CalibrationSet) -> None:
+        """Refuse a folder with candidates of another model, text or setting, unless they may be replaced."""
+        if not self.overwrite_store:
+            CandidateStore.check(self.store_folder, self._identity(calibration))
+
     def prepare(self, calibration: CalibrationSet) -> None:
         """Build the candidates that the store is missing."""
-        identity = candidate_identity(self.loaded, self.plan, calibration, self.settings, self.storage_dtype)
+        identity = self._identity(calibration)
         self.ranks.require_same("model, data or settings", identity)
         store = self._shared_store(identity)
         try:
@@ -187,6 +195,19 @@ class QuantizationBackend(Backend):
                 )
         finally:
             store.close()
+        self.store = store
+
+    def open_store(self, fingerprint: str | None = None) -> None:
+        """Use candidates that are there, without the calibration text; with a fingerprint, only those.
+
+        Raises:
+            StoreError: There are none, they are not complete, or they are others.
+        """
+        store = CandidateStore.open(self.store_folder)
+        if fingerprint is not None and store.fingerprint != fingerprint:
+            raise StoreMismatchError(
+                f"{self.store_folder} holds other candidates than this run was made with: they have been replaced."
+            )
         self.store = store
 
     def _shared_store(self, identity: dict[str, object]) -> CandidateStore:
@@ -396,6 +417,12 @@ class QuantizationBackend(Backend):
             for group, choice in zip(self.plan.groups, allocation, strict=True)
             for member in group.members
         }
+
+    def amounts(self, allocation: Allocation | None) -> dict[str, float]:
+        """The average width of the quantized linears."""
+        if allocation is None:
+            return {"bits": float(self.loaded.dtype.itemsize * 8)}
+        return {"bits": float(self.average_width(allocation))}
 
     def weights_of(self, allocation: Allocation) -> dict[str, PackedWeight]:
         """The packed weight of every quantized linear; those left alone are missing."""

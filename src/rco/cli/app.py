@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rco.cli import bench, compare, evaluate, ls, prune, quantize, report, solve
+from rco.cli import bench, compare, evaluate, export, ls, prune, quantize, report, solve
 
 __all__ = ["app"]
 
@@ -40,6 +40,7 @@ def options(
 app.command()(quantize.quantize)
 app.command()(prune.prune)
 app.command()(evaluate.evaluate)
+app.command()(export.export)
 app.command()(report.report)
 app.command()(solve.solve)
 app.command()(ls.ls)

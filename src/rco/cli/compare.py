@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING
 
 import typer
 
+from rco.cli.jobs import interruptible
 from rco.cli.options import Switches, command_from_config
 from rco.pipeline.configs import ComparePruneConfig
 
@@ -44,13 +44,8 @@ def _prune(config: ComparePruneConfig, switches: Switches) -> None:
             f"{len(planned.backend.names) - planned.kept} of {len(planned.backend.names)} experts pruned"
         )
         return
-    try:
-        with make_progress(switches.quiet or switches.as_json) as progress:
-            outcome = compare_pruning(config, progress)
-    except KeyboardInterrupt:
-        command = " ".join(["rco", *(a for a in sys.argv[1:] if a != "--resume"), "--resume"])
-        sys.stderr.write(f"\nStopped. What is done is kept; continue with:\n  {command}\n")
-        raise typer.Exit(130) from None
+    with interruptible(), make_progress(switches.quiet or switches.as_json) as progress:
+        outcome = compare_pruning(config, progress)
     show_comparison(outcome, switches.as_json)
 
 

@@ -15,6 +15,8 @@ import typer
 
 __all__ = ["Switches", "command_from_config"]
 
+_PANELS = ("Budget", "Output", "Candidates", "Experts", "Data", "Search", "Comparison", "Machine")
+
 
 @dataclasses.dataclass(frozen=True)
 class Switches:
@@ -29,9 +31,8 @@ def command_from_config(config: type, run: Callable[[Any, Switches], None]) -> C
     """A typer command whose options are the fields of ``config``; it calls ``run(config(...), switches)``."""
     switches = inspect.signature(Switches).parameters
     hints = get_type_hints(Switches, include_extras=True)
-    parameters = [
-        _parameter(field, get_type_hints(config)[field.name]) for field in dataclasses.fields(config)
-    ]
+    fields = sorted(dataclasses.fields(config), key=_place)
+    parameters = [_parameter(field, get_type_hints(config)[field.name]) for field in fields]
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=p.default, annotation=hints[name])
         for name, p in switches.items()
@@ -46,6 +47,12 @@ def command_from_config(config: type, run: Callable[[Any, Switches], None]) -> C
     command.__name__ = run.__name__.lstrip("_")
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
+
+
+def _place(field: dataclasses.Field[Any]) -> int:
+    """Where help lists a field: in the order of the panels, whichever class declares it."""
+    panel = field.metadata.get("panel")
+    return _PANELS.index(panel) if panel in _PANELS else -1
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:

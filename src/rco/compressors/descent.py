@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rco.compressors import cpu_kernels, grid_kernels
+from rco.compressors import column_kernels, cpu_kernels
 from rco.compressors.grid import FitSettings, Grid, differences
 from rco.compressors.packing import on_compiled_path, on_triton_path
 
@@ -82,7 +82,7 @@ def _block_compiled(
     group = grid.columns_per_group(residual.shape[1])
 
     def task(a: int, b: int) -> None:
-        grid_kernels.descend_columns(
+        column_kernels.descend_columns(
             rest[a:b], share, start, group, grid.bits, settings.storage,
             scale[a:b], zero[a:b], code[a:b], moved[a:b], loss[a:b],
         )  # fmt: skip

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.compressors import cpu_kernels, grid_kernels
+from rco.compressors import column_kernels, cpu_kernels
 from rco.compressors.descent import descend
 from rco.compressors.grid import (
     Clip,
@@ -331,7 +331,7 @@ def _columns_compiled(
 
     def task(a: int, b: int) -> None:
         for weight, grid, limits, search, scales, zeros, codes, error, loss in tables:
-            grid_kernels.gptq_columns(
+            column_kernels.gptq_columns(
                 weight[a:b],
                 share,
                 columns,

@@ -35,7 +35,7 @@ def run_harness(
 
     Args:
         loaded: The model, with its tokenizer.
-        tasks: Names as lm-eval knows them.
+        tasks: Names as lm-eval knows them, or paths of its YAML files.
         limit: Questions per task; None for all.
         num_fewshot: Examples before each question; None for the task's own number.
         batch_size: Questions at a time.
@@ -69,7 +69,7 @@ def run_harness(
             tasks=list(tasks),
             num_fewshot=num_fewshot,
             limit=limit,
-            bootstrap_iters=0,
+            bootstrap_iters=100,  # 0 would drop the standard errors that need no bootstrap, too
             log_samples=False,
             random_seed=seed,
             numpy_random_seed=seed,
@@ -89,10 +89,10 @@ def run_harness(
 
 
 def _plain(metrics: dict[str, Any]) -> dict[str, Any]:
-    """``acc,none`` becomes ``acc``, ``acc_stderr,none`` becomes ``acc_stderr``; texts are dropped."""
+    """``acc,none`` becomes ``acc``, ``acc_stderr,none`` becomes ``acc_stderr``; all else is dropped."""
     plain: dict[str, Any] = {}
     for key, value in metrics.items():
-        name = key.partition(",")[0]
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        name, metric, _ = key.partition(",")
+        if metric and isinstance(value, int | float) and not isinstance(value, bool):
             plain.setdefault(name, value)
     return plain

@@ -64,9 +64,15 @@ class ExportSummary:
 
 
 class Exporter(Protocol):
-    """Writes a model whose linears have been given packed weights."""
+    """Writes a model whose linears have been given packed weights.
+
+    Attributes:
+        name: What the user types.
+        kind: Name of the backend whose allocations it can write.
+    """
 
     name: ClassVar[str]
+    kind: ClassVar[str]
 
     def export(
         self,

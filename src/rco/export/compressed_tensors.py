@@ -34,6 +34,7 @@ class CompressedTensorsExporter:
     """Writes packed weights, one tensor at a time, under the names of the model's modules."""
 
     name: ClassVar[str] = "compressed-tensors"
+    kind: ClassVar[str] = "quantization"
 
     def export(
         self,

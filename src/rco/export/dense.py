@@ -30,6 +30,7 @@ class DenseExporter:
     """Writes dequantised weights, one tensor at a time, under the names of the original checkpoint."""
 
     name: ClassVar[str] = "dense"
+    kind: ClassVar[str] = "quantization"
 
     def export(
         self,

@@ -1,68 +1,16 @@
-"""Which checkpoints which engines accept: the rules of each, checked on the config that was written."""
+"""The rules of an engine, checked on the config that was written."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rco.backends.accounting import DENSE, Scheme
+from rco.backends.engines import find_engine
 from rco.models.layout import ARCHITECTURES
 
-__all__ = ["ENGINES", "Engine", "validate_for_engine"]
-
-
-@dataclass(frozen=True)
-class Engine:
-    """What an engine takes.
-
-    Attributes:
-        name: What the user types.
-        symmetric_bits: Widths it takes on a symmetric grid.
-        asymmetric_bits: Widths it takes with zero points.
-        group_sizes: Group sizes it takes, None standing for one scale per channel; empty for any.
-        fused: It merges some linears into one matrix, which then needs one scheme.
-    """
-
-    name: str
-    symmetric_bits: frozenset[int]
-    asymmetric_bits: frozenset[int]
-    group_sizes: frozenset[int | None] = frozenset()
-    fused: bool = True
-
-    def accepts(self, scheme: Scheme) -> bool:
-        """Whether it takes a linear of this scheme."""
-        return self.refusal(scheme) is None
-
-    def refusal(self, scheme: Scheme) -> str | None:
-        """Why it does not take a scheme; None if it does."""
-        if scheme.dense:
-            return None
-        widths = self.symmetric_bits if scheme.symmetric else self.asymmetric_bits
-        grid = "symmetric" if scheme.symmetric else "asymmetric"
-        if scheme.bits not in widths:
-            return f"{self.name} takes {grid} widths {_listed(widths)}, not {scheme.bits}"
-        if self.group_sizes and scheme.group_size not in self.group_sizes:
-            shown = _listed([scheme.group_size])
-            return f"{self.name} takes group sizes {_listed(self.group_sizes)}, not {shown}"
-        return None
-
-
-def _listed(values: Iterable[int | None]) -> str:
-    return ", ".join(
-        "channel" if value is None else str(value) for value in sorted(values, key=lambda v: v or 0)
-    )
-
-
-ENGINES: dict[str, Engine] = {
-    engine.name: engine
-    for engine in (
-        Engine("transformers", frozenset(range(1, 9)), frozenset(range(1, 9)), fused=False),
-        Engine("vllm", frozenset(range(2, 9)), frozenset({4, 8})),
-        Engine("vllm-marlin", frozenset({4, 8}), frozenset({4}), frozenset({None, 32, 64, 128})),
-    )
-}
+__all__ = ["validate_for_engine"]
 
 
 def validate_for_engine(
@@ -79,11 +27,9 @@ def validate_for_engine(
     Returns:
         One sentence for each violation; empty if the engine takes the checkpoint.
     """
+    rules = find_engine(engine)
     if engine == "any":
         return []
-    if engine not in ENGINES:
-        raise ValueError(f"Unknown engine {engine!r}; known are any, {', '.join(ENGINES)}.")
-    rules = ENGINES[engine]
     quantization = config if "config_groups" in config else config.get("quantization_config")
     if quantization is None:
         return []

@@ -13,27 +13,31 @@ Three shapes, from the most to the least portable:
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from rco.export.base import atomic_folder
 from rco.export.expert_code import carry_code, stock_class
-from rco.models.loading import without_progress_bars
+from rco.models.loading import LoadedModel, without_progress_bars
 from rco.models.moe import moe_layers
 from rco.models.moe_prune import keep_plan, pad_experts, prune_experts
 from rco.models.remote_code import modeling_pruned_experts as remote
 from rco.models.remote_code.modeling_pruned_experts import pruned_class
 
-__all__ = ["EXPERT_MAP_FILE", "PrunedExport", "export_pruned", "load_pruned"]
+__all__ = [
+    "EXPERT_MAP_FILE",
+    "PaddedExporter",
+    "PrunedExport",
+    "PrunedExporter",
+    "export_pruned",
+    "load_pruned",
+]
 
 EXPERT_MAP_FILE = "kept_experts.json"
 
@@ -63,6 +67,7 @@ def export_pruned(
     padded: bool = False,
     tokenizer: Any = None,
     max_shard_size: str | int = "5GB",
+    overwrite: bool = False,
 ) -> PrunedExport:
     """Write ``model`` without its pruned experts.
 
@@ -74,17 +79,18 @@ def export_pruned(
             kept in every layer anyway.
         tokenizer: Saved along, if given.
         max_shard_size: Largest safetensors file.
+        overwrite: Replace a folder that is there.
 
     Raises:
         ValueError: The mask does not fit the model, or ``padded`` is asked of a router that cannot express it.
-        FileExistsError: ``out`` holds something already.
+        ExportError: The place is taken, full, or cannot be written to.
     """
     out = Path(out)
     plan = keep_plan(model, keep)
     shape: Literal["stock", "per_layer", "padded"] = "stock"
     if plan.stock_obstacle is not None:
         shape = "padded" if padded else "per_layer"
-    with _whole_folder(out) as folder, torch.no_grad():
+    with atomic_folder(out, overwrite=overwrite) as folder, torch.no_grad():
         smaller = pad_experts(model, keep) if shape == "padded" else prune_experts(model, keep)
         if shape == "per_layer":
             _write_remote_code(smaller, folder)
@@ -96,6 +102,29 @@ def export_pruned(
         record = {"shape": shape, "kept": {name: list(k) for name, k in zip(names, plan.kept, strict=True)}}
         (folder / EXPERT_MAP_FILE).write_text(json.dumps(record, indent=1) + "\n")
     return PrunedExport(out, shape, plan.counts, plan.stock_obstacle)
+
+
+class PrunedExporter:
+    """Writes the model without its pruned experts."""
+
+    name: ClassVar[str] = "pruned"
+    kind: ClassVar[str] = "expert-pruning"
+    padded: ClassVar[bool] = False
+
+    def export(
+        self, source: LoadedModel, keep: Tensor | Sequence[Tensor], out: Path, *, overwrite: bool = False
+    ) -> PrunedExport:
+        """As :func:`export_pruned`, tokenizer included."""
+        return export_pruned(
+            source.model, keep, out, padded=self.padded, tokenizer=source.tokenizer, overwrite=overwrite
+        )
+
+
+class PaddedExporter(PrunedExporter):
+    """Writes pruned layers filled up to one count, for engines that know one number of experts only."""
+
+    name: ClassVar[str] = "pruned-padded"
+    padded: ClassVar[bool] = True
 
 
 def load_pruned(path: str | Path, **kwargs: Any) -> nn.Module:
@@ -122,18 +151,3 @@ def _write_remote_code(model: Any, folder: Path) -> None:
     """Put the modeling file into the checkpoint and point the configuration at it."""
     name = carry_code(remote, stock_class(model.config), "Pruned", ["PrunedExpertsMixin"], folder)
     model.config.auto_map = {"AutoModelForCausalLM": name}
-
-
-@contextmanager
-def _whole_folder(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that takes its name once everything is written, or disappears."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} exists and is not an empty folder; choose another or remove it")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        yield folder
-        folder.chmod(0o755)  # mkdtemp makes it private
-        os.replace(folder, out)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -1,23 +1,77 @@
-"""Stages that every kind of compression shares: timing, making a searcher, running it resumably."""
+"""What every kind of compression shares: a checked plan, and the stages that only differ in their backend."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from rco import tables
-from rco.core.problem import AllocationProblem
+from rco.backends.base import Backend, Budget
+from rco.core.problem import Allocation, AllocationProblem
 from rco.core.protocols import Objective
 from rco.core.result import SearchResult, StepRecord
+from rco.data.calibration import DataSplits, build_splits
+from rco.data.sources import resolve_source
+from rco.models.loading import LoadedModel
+from rco.pipeline.configs import CompressConfig
+from rco.pipeline.estimate import Estimate
+from rco.pipeline.judge import Judge
 from rco.pipeline.progress import Progress
 from rco.runs import RunDirectory
 
-__all__ = ["make_searcher", "run_search", "slug", "timed"]
+__all__ = [
+    "Outcome",
+    "Planned",
+    "build_data",
+    "check_sources",
+    "check_used",
+    "describe_model",
+    "judge_all",
+    "make_searcher",
+    "method_label",
+    "open_run",
+    "run_folder",
+    "run_search",
+    "search_settings",
+    "search_stage",
+    "slug",
+    "timed",
+]
+
+BackendT = TypeVar("BackendT", bound=Backend)
+
+
+@dataclass(frozen=True)
+class Planned(Generic[BackendT]):
+    """A compression that has been checked as far as it can be without work."""
+
+    loaded: LoadedModel
+    backend: BackendT
+    problem: AllocationProblem
+    budget: Budget
+    folder: Path
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where everything is."""
+
+    folder: Path
+    result: SearchResult
+    metrics: dict[str, Any]
+    report: Path
+    checkpoint: Path | None
 
 
 class timed:
@@ -33,6 +87,50 @@ class timed:
         timings = dict(self._run.metrics.get("timings", {}))
         timings[self._name] = timings.get(self._name, 0.0) + time.perf_counter() - self._began
         self._run.update_metrics({"timings": timings})
+
+
+def run_folder(config: CompressConfig, budget: Budget, prefix: str = "", suffix: str = "") -> Path:
+    """Where a run goes: what the user said, or a name made of model and budget."""
+    name = f"{prefix}{Path(config.model).name}-{budget.kind}-{config.requested}{suffix}"
+    return config.out or Path("runs") / slug(name)
+
+
+def open_run(config: CompressConfig, folder: Path) -> AbstractContextManager[RunDirectory]:
+    """The run's folder: a new one, or with ``config.resume`` the one that is there."""
+    return (RunDirectory.resume if config.resume else RunDirectory.create)(folder, config.identity())
+
+
+def check_sources(config: CompressConfig) -> None:
+    """Refuse text that cannot be found, before the model is loaded."""
+    for spec in (config.data, config.eval_data):
+        if spec is not None:
+            resolve_source(spec)
+
+
+def build_data(config: CompressConfig, tokenizer: Any, spec: str | None = None) -> DataSplits:
+    """Search, selection and evaluation text; ``spec`` replaces the calibration text."""
+    return build_splits(
+        spec or config.data,
+        tokenizer,
+        search=config.sequences,
+        selection=config.selection,
+        evaluation=config.evaluation,
+        length=config.length,
+        seed=config.seed,
+        evaluation_spec=config.eval_data or (config.data if spec else None),
+    )
+
+
+def search_settings(config: CompressConfig) -> dict[str, Any]:
+    """What a searcher may be told."""
+    return {
+        "steps": config.steps,
+        "samples": config.samples,
+        "lr": config.lr,
+        "tau": tuple(config.tau),
+        "refine": config.refine,
+        "seed": config.seed,
+    }
 
 
 def make_searcher(method: str, settings: Mapping[str, Any]) -> Any:
@@ -71,6 +169,84 @@ def run_search(
     run.write_result(result)
     run.clear_checkpoints()
     return result
+
+
+def search_stage(
+    config: CompressConfig,
+    planned: Planned[Any],
+    data: DataSplits,
+    prior: Callable[[], Tensor | None],
+    run: RunDirectory,
+    progress: Progress,
+    known: Mapping[str, Any] | None = None,
+) -> SearchResult:
+    """The run's result: searched for, or read if the search is done.
+
+    ``known`` are attributes that the objective gets: what a method reads of the model beside its loss.
+    """
+    if run.finished:
+        return run.result
+    searcher = make_searcher(config.searcher, search_settings(config))
+    device = planned.loaded.device
+    with timed(run, "search"), planned.backend.objective(data.search, data.selection) as objective:
+        for name, value in (known or {}).items():
+            setattr(objective, name, value)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        result = run_search(run, searcher, planned.problem, objective, prior(), progress)
+        if device.type == "cuda":
+            measured = torch.cuda.max_memory_allocated(device)
+            expected = planned.estimate.search_memory
+            run.update_metrics({"memory": {"search_bytes": measured, "expected_bytes": expected}})
+    return result
+
+
+def judge_all(
+    planned: Planned[Any],
+    data: DataSplits,
+    wanted: Sequence[tuple[str, Allocation | None]],
+    result: SearchResult,
+    run: RunDirectory,
+    progress: Progress,
+) -> None:
+    """Evaluate named allocations (None is the full model) and the result; each row is kept as it is measured."""
+    rows = list(run.metrics.get("evaluation", []))
+    done = {row["name"] for row in rows}
+    judge = Judge(planned.backend, data.evaluation)
+    listed = [*wanted, (method_label(result), result.allocation)]
+    count = progress.stage("evaluation")
+    with timed(run, "evaluation"):
+        for position, (name, allocation) in enumerate(listed):
+            if name not in done:
+                chosen = allocation is result.allocation
+                rows.append({**judge.row(name, allocation, planned.problem), "chosen": chosen})
+                run.update_metrics({"evaluation": rows})
+            count(position + 1, len(listed))
+
+
+def method_label(result: SearchResult) -> str:
+    """What tables call a result."""
+    return result.method.upper() if result.method == "rco" else result.method
+
+
+def check_used(budget: Budget, used: int, allowed: int | Fraction) -> None:
+    """Refuse a checkpoint that takes more than was asked for; the search makes that impossible."""
+    if used > allowed:
+        raise RuntimeError(
+            f"Internal error: the checkpoint takes {used:,} where {budget} allow {float(allowed):,.0f}; "
+            "please report this."
+        )
+
+
+def describe_model(name: str, loaded: LoadedModel) -> dict[str, Any]:
+    """The model, for the run's metrics."""
+    return {
+        "name": name,
+        "parameters": sum(p.numel() for p in loaded.model.parameters()),
+        "blocks": len(loaded.layout.blocks(loaded.model)),
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "fingerprint": loaded.fingerprint,
+    }
 
 
 def slug(text: str) -> str:

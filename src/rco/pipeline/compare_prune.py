@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,13 +16,12 @@ from rco.baselines.harness import BudgetedSearch
 from rco.core.result import SearchResult
 from rco.core.search import GumbelSearch
 from rco.data.calibration import DataSplits
-from rco.pipeline.common import make_searcher, slug
+from rco.pipeline.common import build_data, make_searcher, open_run, run_folder, search_settings
 from rco.pipeline.compare import Comparison, parse_methods, run_comparison, seeds_of
 from rco.pipeline.configs import ComparePruneConfig
-from rco.pipeline.expert_judge import ExpertJudge
+from rco.pipeline.judge import Judge
 from rco.pipeline.progress import Progress, Silent
-from rco.pipeline.prune import PlannedPruning, build_data, plan_pruning, requested, search_settings
-from rco.runs import RunDirectory
+from rco.pipeline.prune import PlannedPruning, plan_pruning
 
 __all__ = ["PruneContest", "compare_pruning", "default_tokens", "resolve_method"]
 
@@ -90,16 +88,16 @@ class PruneContest:
         self.config, self.planned = config, planned
         self.tokens = config.tokens or default_tokens(config)
         self.tokens_per_batch = config.batch_size * config.length
-        self._prepared: tuple[int, DataSplits, ExpertJudge] | None = None
+        self._prepared: tuple[int, DataSplits, Judge] | None = None
 
-    def prepare(self, seed: int) -> tuple[DataSplits, ExpertJudge]:
+    def prepare(self, seed: int) -> tuple[DataSplits, Judge]:
         """Data, scores and the judge of a seed."""
         if self._prepared is None or self._prepared[0] != seed:
             backend = self.planned.backend
             data = build_data(dataclasses.replace(self.config, seed=seed), self.planned.loaded.tokenizer)
             found = backend.collect(data.search)
             backend.set_scores({name: list(found.score(name)) for name in SCORES})
-            self._prepared = seed, data, ExpertJudge(backend, data.evaluation)
+            self._prepared = seed, data, Judge(backend, data.evaluation)
         return self._prepared[1:]
 
     def run(self, method: str, seed: int, tokens: int) -> SearchResult:
@@ -174,10 +172,7 @@ def compare_pruning(config: ComparePruneConfig, progress: Progress | None = None
         resolve_method(name)
     seeds = seeds_of(config.seed, config.seeds)
     planned = plan_pruning(config)
-    name = f"compare-{Path(config.model).name}-{planned.budget.kind}-{requested(config)}"
-    folder = config.out or Path("runs") / slug(name)
-    open_run = RunDirectory.resume if config.resume else RunDirectory.create
-    with open_run(folder, config.identity()) as run:
+    with open_run(config, run_folder(config, planned.budget, prefix="compare-")) as run:
         run.write_problem(planned.problem)
         contest = PruneContest(config, planned)
         gone = len(planned.backend.names) - planned.kept

@@ -15,6 +15,7 @@ from rco.settings import setting
 __all__ = [
     "AblationConfig",
     "ComparePruneConfig",
+    "CompressConfig",
     "EvaluateConfig",
     "ExportConfig",
     "PruneConfig",
@@ -25,10 +26,59 @@ Prior = Literal["fisher", "output-error", "uniform"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizeConfig:
-    """Everything that decides a quantization run; the flags of ``rco quantize``."""
+class CompressConfig:
+    """What every kind of compression is told: where to write, the text, the search and the machine."""
 
     model: str = setting(help="Built-in name, local folder or Hub id.")
+
+    out: Path | None = setting(None, help="Folder of the run; default runs/MODEL-BUDGET.", panel="Output")
+
+    data: str = setting("builtin", help="Calibration text: files, names, mixtures a+b.", panel="Data")
+    eval_data: str | None = setting(
+        None, help="Evaluation text; default: held-back part of --data.", panel="Data"
+    )
+    sequences: int = setting(96, help="Sequences for candidates and gradients.", panel="Data")
+    selection: int = setting(16, help="Sequences that choose among candidates.", panel="Data")
+    evaluation: int = setting(32, help="Sequences that judge the result.", panel="Data")
+    length: int = setting(512, help="Tokens per sequence.", panel="Data")
+
+    searcher: str = setting("rco", help="Method; see `rco ls methods`.", panel="Search")
+    steps: int = setting(40, help="Optimizer steps.", panel="Search")
+    samples: int = setting(4, help="Gumbel samples per step.", panel="Search")
+    lr: float = setting(0.1, help="Learning rate.", panel="Search")
+    tau: tuple[float, float] = setting((1.0, 0.1), help="First and last temperature.", panel="Search")
+    refine: int = setting(20, help="Evaluations that exchange moves may spend.", panel="Search")
+    loss: Literal["kl", "cross-entropy"] = setting("kl", help="What is minimised.", panel="Search")
+    top_k: int = setting(0, help="KL over the k likeliest tokens; 0: all.", panel="Search")
+    seed: int = setting(0, help="Of data, noise and everything else.", panel="Search")
+
+    device: str | None = setting("cpu", help="cpu, cuda or mps.", panel="Machine")
+    dtype: str = setting("auto", help="Type of the checkpoint: auto, bfloat16, float32.", panel="Machine")
+    batch_size: int = setting(1, help="Sequences per forward pass of the search.", panel="Machine")
+    checkpointing: bool = setting(False, help="Save memory, recompute activations.", panel="Machine")
+    resume: bool = setting(False, help="Continue the run in --out.", panel="Machine")
+
+    def budgets(self) -> dict[str, str | None]:
+        """Every kind of budget that this compression takes, and what was typed for it."""
+        raise NotImplementedError
+
+    @property
+    def requested(self) -> str:
+        """The budget as it was typed."""
+        return next((value for value in self.budgets().values() if value is not None), "")
+
+    def identity(self) -> dict[str, Any]:
+        """What must agree for a run to be resumed."""
+        described = dataclasses.asdict(self)
+        for name in ("out", "resume"):
+            described.pop(name)
+        described["tau"] = list(self.tau)
+        return described
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConfig(CompressConfig):
+    """Everything that decides a quantization run; the flags of ``rco quantize``."""
 
     bits: str | None = setting(None, help="Average width of the quantized weights, e.g. 2.5.", panel="Budget")
     bpw: str | None = setting(None, help="The same with scales and zero points counted.", panel="Budget")
@@ -45,7 +95,6 @@ class QuantizeConfig:
         panel="Budget",
     )
 
-    out: Path | None = setting(None, help="Folder of the run; default runs/MODEL-BUDGET.", panel="Output")
     format: Literal["compressed-tensors", "dense", "none"] = setting(
         "compressed-tensors", help="Format of the checkpoint.", panel="Output"
     )
@@ -104,46 +153,27 @@ class QuantizeConfig:
         panel="Experts",
     )
 
-    data: str = setting("builtin", help="Calibration text: files, names, mixtures a+b.", panel="Data")
-    eval_data: str | None = setting(
-        None, help="Evaluation text; default: held-back part of --data.", panel="Data"
-    )
-    sequences: int = setting(96, help="Sequences for candidates and gradients.", panel="Data")
-    sensitivity: int = setting(32, help="Of these, sequences for the sensitivities.", panel="Data")
-    selection: int = setting(16, help="Sequences that choose among candidates.", panel="Data")
-    evaluation: int = setting(32, help="Sequences that judge the result.", panel="Data")
-    length: int = setting(512, help="Tokens per sequence.", panel="Data")
+    sensitivity: int = setting(32, help="How many of --sequences the sensitivities use.", panel="Data")
 
-    searcher: str = setting("rco", help="Method; see `rco ls methods`.", panel="Search")
-    steps: int = setting(40, help="Optimizer steps.", panel="Search")
-    samples: int = setting(4, help="Gumbel samples per step.", panel="Search")
-    lr: float = setting(0.1, help="Learning rate.", panel="Search")
-    tau: tuple[float, float] = setting((1.0, 0.1), help="First and last temperature.", panel="Search")
-    refine: int = setting(20, help="Evaluations that exchange moves may spend.", panel="Search")
     prior: Prior = setting("fisher", help="Initial logits.", panel="Search")
     prior_strength: float = setting(3.0, help="Scale of the initial logits.", panel="Search")
-    loss: Literal["kl", "cross-entropy"] = setting("kl", help="What is minimised.", panel="Search")
-    top_k: int = setting(0, help="KL over the k likeliest tokens; 0: all.", panel="Search")
-    seed: int = setting(0, help="Of data, noise and everything else.", panel="Search")
 
-    device: str | None = setting("cpu", help="cpu, cuda or mps.", panel="Machine")
-    dtype: str = setting("auto", help="Type of the checkpoint: auto, bfloat16, float32.", panel="Machine")
-    batch_size: int = setting(1, help="Sequences per forward pass of the search.", panel="Machine")
-    checkpointing: bool = setting(False, help="Save memory, recompute activations.", panel="Machine")
     memory: Literal["auto", "resident", "offload"] = setting(
         "auto",
         help="Where a GPU's candidates are: resident on it, offload in host memory, auto by what is free.",
         panel="Machine",
     )
-    resume: bool = setting(False, help="Continue the run in --out.", panel="Machine")
+
+    def budgets(self) -> dict[str, str | None]:
+        """Bits, bits with scales, bytes, or bits that a token reads."""
+        return {"bits": self.bits, "bpw": self.bpw, "size": self.size, "active_bits": self.active_bits}
 
     def identity(self) -> dict[str, Any]:
-        """What must agree for a run to be resumed."""
-        described = dataclasses.asdict(self)
-        for name in ("out", "resume", "overwrite_store", "memory"):
+        """As for every job; candidates may be replaced on the way, or kept elsewhere."""
+        described = super().identity()
+        for name in ("overwrite_store", "memory"):
             described.pop(name)
         described["store"] = str(self.store) if self.store else None
-        described["tau"] = list(self.tau)
         return described
 
 
@@ -157,7 +187,8 @@ class EvaluateConfig:
     sequences: int = setting(48, help="Sequences to measure on.")
     length: int = setting(512, help="Tokens per sequence.")
     tasks: str | None = setting(
-        None, help="Comma-separated JSONL files with multiple-choice or LAMBADA items, or lm-eval task names."
+        None,
+        help="Comma-separated: JSONL files (multiple choice, LAMBADA), names or YAML files of lm-eval tasks.",
     )
     limit: int | None = setting(None, help="Items per task.")
     batch_size: int = setting(4, help="Sequences at a time.")
@@ -178,7 +209,7 @@ class ExportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneConfig:
+class PruneConfig(CompressConfig):
     """Everything that decides a pruning run; the flags of ``rco prune``."""
 
     model: str = setting(help="Built-in name, local folder or Hub id of a mixture-of-experts model.")
@@ -196,7 +227,6 @@ class PruneConfig:
         [], help="REGEX=keep or REGEX=prune over names of experts, repeatable.", panel="Budget"
     )
 
-    out: Path | None = setting(None, help="Folder of the run; default runs/MODEL-BUDGET.", panel="Output")
     format: Literal["pruned", "none"] = setting(
         "pruned", help="pruned: a checkpoint without the pruned experts; none: no checkpoint.", panel="Output"
     )
@@ -204,24 +234,13 @@ class PruneConfig:
         False, help="Fill layers to one count with experts that never win the router.", panel="Output"
     )
 
-    data: str = setting("builtin", help="Calibration text: files, names, mixtures a+b.", panel="Data")
-    eval_data: str | None = setting(
-        None, help="Evaluation text; default: held-back part of --data.", panel="Data"
-    )
-    sequences: int = setting(96, help="Sequences for scores and gradients.", panel="Data")
-    selection: int = setting(16, help="Sequences that choose among candidates.", panel="Data")
     evaluation: int = setting(48, help="Sequences that judge the result.", panel="Data")
     length: int = setting(256, help="Tokens per sequence.", panel="Data")
     by_domain: bool = setting(
         False, help="Also prune on each domain alone and evaluate on all of them.", panel="Data"
     )
 
-    searcher: str = setting("rco", help="Method; see `rco ls methods`.", panel="Search")
     steps: int = setting(50, help="Optimizer steps.", panel="Search")
-    samples: int = setting(4, help="Gumbel samples per step.", panel="Search")
-    lr: float = setting(0.1, help="Learning rate.", panel="Search")
-    tau: tuple[float, float] = setting((1.0, 0.1), help="First and last temperature.", panel="Search")
-    refine: int = setting(20, help="Evaluations that exchange moves may spend.", panel="Search")
     prior: Literal["reap", "frequency", "mass", "none"] = setting(
         "frequency", help="Score behind the initial logits.", panel="Search"
     )
@@ -234,23 +253,10 @@ class PruneConfig:
         help="What gradients see: experts leave the router, or are scaled to zero after it.",
         panel="Search",
     )
-    loss: Literal["kl", "cross-entropy"] = setting("kl", help="What is minimised.", panel="Search")
-    top_k: int = setting(0, help="KL over the k likeliest tokens; 0: all.", panel="Search")
-    seed: int = setting(0, help="Of data, noise and everything else.", panel="Search")
 
-    device: str | None = setting("cpu", help="cpu, cuda or mps.", panel="Machine")
-    dtype: str = setting("auto", help="Type of the checkpoint: auto, bfloat16, float32.", panel="Machine")
-    batch_size: int = setting(1, help="Sequences per forward pass of the search.", panel="Machine")
-    checkpointing: bool = setting(False, help="Save memory, recompute activations.", panel="Machine")
-    resume: bool = setting(False, help="Continue the run in --out.", panel="Machine")
-
-    def identity(self) -> dict[str, Any]:
-        """What must agree for a run to be resumed."""
-        described = dataclasses.asdict(self)
-        for name in ("out", "resume"):
-            described.pop(name)
-        described["tau"] = list(self.tau)
-        return described
+    def budgets(self) -> dict[str, str | None]:
+        """Experts to prune, parameters or bytes that stay."""
+        return {"experts": self.experts, "parameters": self.parameters, "size": self.size}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,8 +131,9 @@ def estimate(
     passes = (
         3 * config.steps * config.samples * config.batch_size
         + config.selection * (5 + config.refine)
-        + 3 * config.sequences
-        + 2 * sequences
+        + 3 * config.sensitivity
+        + 2 * config.sequences
+        + sequences
         + 12 * config.evaluation
     )
     # Quantization itself: a Hessian and a column loop per linear, for all widths.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rco.backends.quantization import QuantizationBackend
+from rco.backends.base import Backend
 from rco.core.problem import Allocation, AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.evaluation.divergence import measure_divergence
@@ -18,9 +18,10 @@ __all__ = ["Judge"]
 class Judge:
     """Evaluates allocations of one backend; the full model's hidden states are computed once."""
 
-    def __init__(self, backend: QuantizationBackend, data: CalibrationSet, batch_size: int = 4) -> None:
+    def __init__(self, backend: Backend, data: CalibrationSet, batch_size: int = 4) -> None:
         self._backend, self._data, self._batch_size = backend, data, batch_size
         self._reference: ReferenceStates | None = None
+        self._measured: dict[tuple[int, ...] | None, dict[str, Any]] = {}
 
     @property
     def reference(self) -> ReferenceStates:
@@ -34,22 +35,26 @@ class Judge:
 
     def row(self, name: str, allocation: Allocation | None, problem: AllocationProblem) -> dict[str, Any]:
         """One line of the comparison; None is the full model."""
-        backend, loaded = self._backend, self._backend.loaded
-        reference = self.reference
-        if allocation is None:
-            states = reference
-            divergence: dict[str, Any] = {"kl": 0.0, "stderr": 0.0, "domains": {}}
-            bits = float(loaded.dtype.itemsize * 8)
-        else:
-            with backend.apply(allocation):
-                states = ReferenceStates.compute(loaded, self._data, batch_size=self._batch_size)
-            divergence = measure_divergence(states, reference, self._data, batch_size=self._batch_size)
-            bits = float(backend.average_width(allocation))
-        perplexity = measure_perplexity(states, self._data, batch_size=self._batch_size)
+        key = None if allocation is None else tuple(allocation)
+        if key not in self._measured:  # two rules may well agree on an allocation
+            self._measured[key] = self._measure(allocation)
         return {
             "name": name,
-            "bits": bits,
+            **self._backend.amounts(allocation),
             "within_budget": allocation is not None and problem.is_feasible(allocation),
+            **self._measured[key],
+        }
+
+    def _measure(self, allocation: Allocation | None) -> dict[str, Any]:
+        backend, reference = self._backend, self.reference
+        states = reference
+        divergence: dict[str, Any] = {"kl": 0.0, "stderr": 0.0, "domains": {}}
+        if allocation is not None:
+            with backend.apply(allocation):
+                states = ReferenceStates.compute(backend.loaded, self._data, batch_size=self._batch_size)
+            divergence = measure_divergence(states, reference, self._data, batch_size=self._batch_size)
+        perplexity = measure_perplexity(states, self._data, batch_size=self._batch_size)
+        return {
             "kl": divergence["kl"],
             "kl_error": divergence["stderr"],
             "perplexity": perplexity["perplexity"],
@@ -59,6 +64,6 @@ class Judge:
                     "kl": divergence["domains"].get(domain, {}).get("kl", 0.0),
                     "perplexity": measured["perplexity"],
                 }
-                for domain, measured in perplexity.get("domains", {}).items()
+                for domain, measured in (perplexity.get("domains") or {}).items()
             },
         }

@@ -4,9 +4,6 @@ Logits are tokens x vocabulary; for a modern model that is far more memory than 
 Here they exist only for one chunk of tokens at a time: the loss *and* its gradient with respect to the hidden
 states (and to the output layer, when that is wanted) are formed while a chunk's logits are at hand, so that
 the backward pass has nothing left to do but scale.
-
-Half-precision inputs are multiplied exactly and accumulated in float32: logits are never rounded to half
-precision, which would add noise of the size of a good quantization's divergence.
 """
 
 from __future__ import annotations
@@ -19,65 +16,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = [
-    "LOGITS_BYTES",
-    "Head",
-    "chunk_length",
-    "chunked_cross_entropy",
-    "chunked_kl",
-    "token_cross_entropy",
-    "token_kl",
-]
+from rco.losses.head import (
+    LOGITS_BYTES,
+    Head,
+    accumulate_outer,
+    chunk_length,
+    describe,
+    multiply,
+    project,
+)
 
-LOGITS_BYTES = 64 * 2**20  # of one chunk's logits (twice that on a GPU); a pass holds up to four such buffers
-_SLICE_ELEMENTS = 2**21  # of a half-precision output layer that are widened at a time
-_HALF = (torch.bfloat16, torch.float16)
+__all__ = ["chunked_cross_entropy", "chunked_kl", "token_cross_entropy", "token_kl"]
 
 Reduction = Literal["mean", "sum"]
-
-
-@dataclass(frozen=True)
-class Head:
-    """The output layer: ``logits = cap(scale * (hidden @ weight.T + bias))``.
-
-    Args:
-        weight: (vocabulary, hidden).
-        bias: (vocabulary,) or None.
-        softcap: Bound of the logits, ``cap(z) = softcap * tanh(z / softcap)`` (as in Gemma 2), or None.
-        scale: Factor on the logits (as in Cohere, or one over Granite's divisor).
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    softcap: float | None = None
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.weight.ndim != 2 or not self.weight.is_floating_point():
-            raise ValueError(
-                f"The head's weight is a (vocabulary, hidden) matrix of floats, got {_describe(self.weight)}."
-            )
-        if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
-            raise ValueError(
-                f"The head's bias must have shape ({self.weight.shape[0]},), got {_describe(self.bias)}."
-            )
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap must be positive, or None for no cap; got {self.softcap}.")
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens the head scores."""
-        return self.weight.shape[0]
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether a gradient of the head itself is wanted."""
-        return self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
-
-
-def chunk_length(vocabulary: int, dtype: torch.dtype = torch.float32, allowance: int = LOGITS_BYTES) -> int:
-    """Tokens per chunk such that one chunk's logits take at most ``allowance`` bytes (at least one token)."""
-    return max(1, allowance // (vocabulary * dtype.itemsize))
 
 
 def chunked_kl(
@@ -228,7 +179,7 @@ def _token_values(job: _Job, hidden: Tensor, head: Head) -> Tensor:
         values = []
         for chunk in job.chunks():
             logits = job.workspace("logits", chunk.stop - chunk.start)
-            _project(chunk.take(hidden, hidden.device), head, logits)
+            project(chunk.take(hidden, hidden.device), head, logits)
             values.append(job.criterion(logits, chunk, False)[0])
         return torch.cat(values)
 
@@ -252,7 +203,7 @@ class _ChunkedLoss(torch.autograd.Function):
             for chunk in job.chunks():
                 rows = chunk.take(hidden, hidden.device)
                 logits = job.workspace("logits", len(rows))
-                _project(rows, head, logits)
+                project(rows, head, logits)
                 value, slope = job.criterion(logits, chunk, True)
                 assert slope is not None
                 values.append(value)
@@ -260,13 +211,13 @@ class _ChunkedLoss(torch.autograd.Function):
                 if head.softcap is not None:  # d cap(z) / dz = 1 - (cap(z) / softcap)^2
                     slope.addcmul_(slope, logits.div_(head.softcap).square_(), value=-1)
                 if grad_hidden is not None:
-                    grad_rows = _multiply(slope, weight).mul_(factor).to(kept)
+                    grad_rows = multiply(slope, weight).mul_(factor).to(kept)
                     if chunk.index is None:
                         grad_hidden[chunk.start : chunk.stop] = grad_rows
                     else:
                         grad_hidden.index_copy_(0, chunk.index[chunk.start : chunk.stop], grad_rows)
                 if grad_weight is not None:
-                    _accumulate_outer(grad_weight, slope, rows, factor)
+                    accumulate_outer(grad_weight, slope, rows, factor)
                 if grad_bias is not None:
                     grad_bias.add_(slope.sum(0), alpha=factor)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -298,7 +249,7 @@ class _Divergence:
     def __call__(self, logits: Tensor, chunk: _Chunk, gradient: bool) -> tuple[Tensor, Tensor | None]:
         rows = len(logits)
         spare = self.workspace("probabilities", rows)
-        _project(chunk.take(self.hidden, logits.device), self.head, spare)
+        project(chunk.take(self.hidden, logits.device), self.head, spare)
         reference = torch.log_softmax(spare, 1, out=self.workspace("reference", rows))
         student = torch.log_softmax(logits, 1, out=self.workspace("student", rows))
         if self.top_k is not None and self.top_k < logits.shape[1]:
@@ -343,61 +294,6 @@ class _NegativeLogLikelihood:
         return values, scores.exp_().scatter_add_(1, targets, minus_one)
 
 
-# --- Products with the output layer: half-precision operands, wide results ---
-
-
-def _native_mixed(a: Tensor, b: Tensor) -> bool:
-    """Whether the device multiplies these halves into float32 by itself."""
-    return a.is_cuda and a.dtype == b.dtype and a.dtype in _HALF
-
-
-def _slices(weight: Tensor) -> Iterator[slice]:
-    step = max(1, _SLICE_ELEMENTS // weight.shape[1])
-    for start in range(0, weight.shape[0], step):
-        yield slice(start, min(start + step, weight.shape[0]))
-
-
-def _project(hidden: Tensor, head: Head, out: Tensor) -> None:
-    """Logits of a chunk in ``out``'s dtype."""
-    weight = head.weight.detach()
-    if _native_mixed(hidden, weight) and out.dtype == torch.float32:
-        torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
-    elif weight.dtype == out.dtype:
-        torch.mm(hidden.to(out.dtype), weight.t(), out=out)
-    else:  # widened slice by slice, so that no wide copy of the whole layer exists
-        hidden = hidden.to(out.dtype)
-        for part in _slices(weight):
-            torch.mm(hidden, weight[part].to(out.dtype).t(), out=out[:, part])
-    if head.bias is not None:
-        out.add_(head.bias.detach())
-    if head.scale != 1.0:
-        out.mul_(head.scale)
-    if head.softcap is not None:
-        out.div_(head.softcap).tanh_().mul_(head.softcap)
-
-
-def _multiply(slope: Tensor, weight: Tensor) -> Tensor:
-    """``slope @ weight`` in the slope's dtype."""
-    if weight.dtype == slope.dtype:
-        return torch.mm(slope, weight)
-    if weight.is_cuda and weight.dtype in _HALF and slope.dtype == torch.float32:
-        return torch.mm(slope.to(weight.dtype), weight, out_dtype=torch.float32)
-    product = slope.new_zeros(slope.shape[0], weight.shape[1])
-    for part in _slices(weight):
-        product.addmm_(slope[:, part], weight[part].to(slope.dtype))
-    return product
-
-
-def _accumulate_outer(total: Tensor, slope: Tensor, rows: Tensor, factor: float) -> None:
-    """``total += factor * slope.T @ rows`` without a second tensor of the total's size."""
-    for part in _slices(total):
-        if rows.is_cuda and rows.dtype in _HALF and total.dtype == torch.float32:
-            product = torch.mm(slope[:, part].t().to(rows.dtype), rows, out_dtype=torch.float32)
-            total[part].add_(product, alpha=factor)
-        else:
-            total[part].addmm_(slope[:, part].t(), rows.to(total.dtype), alpha=factor)
-
-
 # --- Checks at the door ---
 
 
@@ -436,7 +332,7 @@ def _cross_entropy_job(
     flat = _flatten(hidden, head)
     if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64:
         raise ValueError(
-            f"targets must be int64 of shape {tuple(hidden.shape[:-1])}, got {_describe(targets)}."
+            f"targets must be int64 of shape {tuple(hidden.shape[:-1])}, got {describe(targets)}."
         )
     index, count = _counted(mask, hidden)
     counted = _Chunk(0, count, index).take(targets.reshape(-1), targets.device)
@@ -468,7 +364,7 @@ def _flatten(hidden: Tensor, head: Head) -> Tensor:
     if hidden.ndim < 2 or not hidden.is_floating_point() or hidden.shape[-1] != head.weight.shape[1]:
         raise ValueError(
             f"Hidden states must be floats of shape (..., {head.weight.shape[1]}) to fit the head, "
-            f"got {_describe(hidden)}."
+            f"got {describe(hidden)}."
         )
     return hidden.reshape(-1, hidden.shape[-1])
 
@@ -482,7 +378,7 @@ def _counted(mask: Tensor | None, hidden: Tensor) -> tuple[Tensor | None, int]:
         return None, total
     if mask.shape != hidden.shape[:-1] or mask.is_floating_point() or mask.is_complex():
         raise ValueError(
-            f"mask must be boolean or integer of shape {tuple(hidden.shape[:-1])}, got {_describe(mask)}; "
+            f"mask must be boolean or integer of shape {tuple(hidden.shape[:-1])}, got {describe(mask)}; "
             "fractional weights are not supported."
         )
     index = mask.reshape(-1).nonzero().squeeze(1)
@@ -501,7 +397,3 @@ def _wide(*tensors: Tensor) -> torch.dtype:
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}".removeprefix("torch.")

@@ -1,0 +1,14 @@
+"""Losses over a large vocabulary from hidden states: KL to a reference and cross-entropy, masked and chunked."""
+
+from rco.losses.chunked import chunked_cross_entropy, chunked_kl, token_cross_entropy, token_kl
+from rco.losses.head import LOGITS_BYTES, Head, chunk_length
+
+__all__ = [
+    "LOGITS_BYTES",
+    "Head",
+    "chunk_length",
+    "chunked_cross_entropy",
+    "chunked_kl",
+    "token_cross_entropy",
+    "token_kl",
+]

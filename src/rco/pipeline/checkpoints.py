@@ -1,0 +1,167 @@
+"""Writing the checkpoint of an allocation, and checking what was written: budget, engine, logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rco import tables
+from rco.backends.expert_pruning import ExpertPruningBackend
+from rco.backends.quantization import QuantizationBackend
+from rco.core.problem import Allocation
+from rco.evaluation.size import average_bits, checkpoint_size, read_headers
+from rco.export.engines import validate_for_engine
+from rco.models.loading import load_model
+from rco.models.moe import moe_layers
+from rco.models.precision import computing_in
+from rco.pipeline.common import Planned, check_used
+
+__all__ = ["export_pruning", "export_quantized", "make_exporter"]
+
+# Largest difference between the logits of the checkpoint and of the evaluated model, relative to the largest logit.
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+_LOW_PRECISION_TOLERANCE = 5e-2
+
+
+def export_quantized(
+    planned: Planned[QuantizationBackend],
+    allocation: Allocation,
+    format: str,
+    out: Path,
+    *,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Write quantized weights; what the plan's engine would refuse is refused before anything is written."""
+    exporter = make_exporter(format, planned.backend.name)
+    source, weights = planned.backend.deployed(allocation)
+    if format != "compressed-tensors":
+        return {"export": exporter.export(source, weights, out, overwrite=overwrite).to_json()}
+    engine = planned.backend.plan.engine.name
+    summary = exporter.export(source, weights, out, overwrite=overwrite, engine=engine)
+    found: dict[str, Any] = {
+        "export": summary.to_json(),
+        "certificate": _certify_bits(planned, allocation, out),
+    }
+    if engine != "any":
+        written = json.loads((out / "config.json").read_text(encoding="utf-8"))
+        found["engine"] = {"preset": engine, "violations": validate_for_engine(written, engine)}
+    return found
+
+
+def make_exporter(format: str, kind: str) -> Any:
+    """The exporter of a format, which must be one for this kind of compression."""
+    exporter = tables.load(tables.FORMATS, format, "format")()
+    if exporter.kind != kind:
+        fitting = [n for n in tables.FORMATS if tables.load(tables.FORMATS, n, "format").kind == kind]
+        raise ValueError(
+            f"The format {format!r} holds {exporter.kind}, this run is {kind}; take {' or '.join(fitting)}."
+        )
+    return exporter
+
+
+def _certify_bits(
+    planned: Planned[QuantizationBackend], allocation: Allocation, folder: Path
+) -> dict[str, Any]:
+    """The budget, counted once more from the headers of what was written."""
+    size = checkpoint_size(folder)
+    backend, budget = planned.backend, planned.budget
+    written = backend.written_names(allocation)
+    bits = average_bits(folder, list(written))
+    counted = backend.costs(budget.kind)
+    if budget.kind == "size":
+        used, allowed = size["bytes"], budget.amount
+    else:
+        entry = "stored_bits" if budget.kind == "bpw" else "weight_bits"
+        used = sum(
+            bits["tensors"][name][entry] * counted.weight(member)
+            for name, member in written.items()
+            if counted.counts_linear(member)
+        )
+        allowed = counted.total(budget.amount)
+    check_used(budget, used, allowed)
+    return {
+        "used": used,
+        "allowed": str(allowed),
+        "checkpoint_bytes": size["bytes"],
+        "average_bits": bits["average_bits"],
+        "average_stored_bits": bits["average_stored_bits"],
+    }
+
+
+def export_pruning(
+    planned: Planned[ExpertPruningBackend],
+    allocation: Allocation,
+    format: str,
+    out: Path,
+    tokens: Tensor,
+    *,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Write the experts that stay; the checkpoint is read back and its logits on ``tokens`` compared."""
+    exporter = make_exporter(format, planned.backend.name)
+    written = exporter.export(planned.loaded, planned.backend.keep_of(allocation), out, overwrite=overwrite)
+    size = checkpoint_size(out)
+    return {
+        "export": {
+            "format": f"pruned, {written.shape.replace('_', ' ')}",
+            "shape": written.shape,
+            "reason": written.reason,
+            "path": str(out),
+            "files": size["files"],
+            "tensors": {name: entry.nbytes for name, entry in read_headers(out).items()},
+            "total_bytes": size["bytes"],
+        },
+        "certificate": _certify_experts(
+            planned, allocation, out, tokens, size["bytes"], padded=written.shape == "padded"
+        ),
+    }
+
+
+def _certify_experts(
+    planned: Planned[ExpertPruningBackend],
+    allocation: Allocation,
+    folder: Path,
+    tokens: Tensor,
+    written_bytes: int,
+    *,
+    padded: bool,
+) -> dict[str, Any]:
+    """Read the checkpoint back: its counts, its size, and its logits beside those of the evaluated model."""
+    backend, budget = planned.backend, planned.budget
+    reloaded = load_model(folder, device=str(planned.loaded.device))
+    counts = [layer.num_experts for layer in moe_layers(reloaded.model)]
+    kept = int(backend.keep_of(allocation).sum())
+    if not padded and sum(counts) != kept:
+        raise RuntimeError(
+            f"Internal error: the checkpoint has {sum(counts)} experts, {kept} were to stay; please report this."
+        )
+    tokens = tokens.to(planned.loaded.device)
+    with computing_in(reloaded.model, backend.compute_dtype), torch.no_grad():
+        found = reloaded.model(tokens).logits
+    with backend.apply(allocation):
+        expected = planned.loaded.model(tokens).logits
+    scale = float(expected.abs().max())
+    difference = float((found - expected).abs().max())
+    allowed = _TOLERANCE.get(backend.compute_dtype, _LOW_PRECISION_TOLERANCE) * scale
+    if not difference <= allowed:
+        raise RuntimeError(
+            f"Internal error: the checkpoint's logits differ from the evaluated model's by {difference:.3g} "
+            f"(largest logit {scale:.3g}); please report this."
+        )
+    parameters = sum(p.numel() for p in reloaded.model.parameters())
+    used = {"experts": kept, "parameters": parameters, "size": written_bytes}[budget.kind]
+    limit = sum(planned.problem.unit_budgets) if budget.kind == "experts" else budget.amount
+    check_used(budget, used, limit)
+    return {
+        "used": used,
+        "allowed": str(limit),
+        "checkpoint_bytes": written_bytes,
+        "experts": kept,
+        "parameters": parameters,
+        "logit_difference": difference,
+        "largest_logit": scale,
+    }

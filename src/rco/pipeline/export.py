@@ -1,0 +1,68 @@
+"""A finished run once more as a checkpoint, in any format, without searching again."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from rco.backends.quantization import QuantizationBackend
+from rco.core.problem import Allocation
+from rco.pipeline.checkpoints import export_pruning, export_quantized, make_exporter
+from rco.pipeline.common import Planned
+from rco.pipeline.configs import CompressConfig, ExportConfig, PruneConfig, QuantizeConfig
+from rco.pipeline.prune import plan_pruning
+from rco.pipeline.quantize import plan_quantization
+from rco.runs import RunDirectory, RunError
+
+__all__ = ["export_run", "plan_export"]
+
+ConfigT = TypeVar("ConfigT", bound=CompressConfig)
+_CHECKED_TOKENS = 64
+
+
+def plan_export(config: ExportConfig) -> tuple[Planned[Any], Allocation, Path]:
+    """Everything that an export needs, checked: the run's model and problem, its allocation, the target folder.
+
+    Raises:
+        RunError: The run is not finished, or the model is no longer the one it was made with.
+        ValueError: The format is unknown, or not one for this kind of run.
+    """
+    run = RunDirectory.open(config.run)
+    kind = run.metrics.get("kind")
+    if not run.finished or kind is None:
+        raise RunError(f"{config.run} is not finished: continue it with --resume, then export.")
+    make_exporter(config.format, kind)
+    planned: Planned[Any]
+    if kind == QuantizationBackend.name:
+        planned = plan_quantization(_settings(QuantizeConfig, run, config))
+        planned.backend.open_store(run.metrics.get("candidates"))
+    else:
+        planned = plan_pruning(_settings(PruneConfig, run, config))
+    if planned.loaded.fingerprint != run.metrics["model"]["fingerprint"]:
+        raise RunError(
+            f"{run.config['model']} is not the model that {run.folder} was made with: its weights have changed."
+        )
+    return planned, run.result.allocation, config.out or run.folder / config.format
+
+
+def export_run(config: ExportConfig) -> dict[str, Any]:
+    """Write the run's allocation in ``config.format``; returns what was written and what was checked."""
+    planned, allocation, out = plan_export(config)
+    if planned.backend.name == QuantizationBackend.name:
+        return export_quantized(planned, allocation, config.format, out, overwrite=config.overwrite)
+    vocabulary = planned.loaded.layout.embedding(planned.loaded.model).weight.shape[0]
+    tokens = torch.arange(_CHECKED_TOKENS)[None] % vocabulary
+    return export_pruning(planned, allocation, config.format, out, tokens, overwrite=config.overwrite)
+
+
+def _settings(cls: type[ConfigT], run: RunDirectory, config: ExportConfig) -> ConfigT:
+    """The run's own configuration, on the machine of today."""
+    known = {field.name for field in dataclasses.fields(cls)}
+    values = {name: value for name, value in run.config.items() if name in known}
+    values["tau"] = tuple(values["tau"])
+    if values.get("store"):
+        values["store"] = Path(values["store"])
+    return cls(**{**values, "out": run.folder, "device": config.device})

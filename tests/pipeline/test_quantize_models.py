@@ -1,0 +1,131 @@
+"""Every family from a folder to a checkpoint, and the same logits from stock libraries."""
+
+import json
+import os
+from fractions import Fraction
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rco.cli import main
+from rco.models.loading import load_model
+from rco.models.precision import computing_in
+from rco.models.tiny import tiny_model
+from rco.models.zoo import find_builtin
+from rco.pipeline.configs import ExportConfig
+from rco.pipeline.export import plan_export
+
+QUICK = [
+    "--sequences=4", "--sensitivity=2", "--selection=2", "--evaluation=2", "--length=32", "--steps=2",
+    "--samples=2", "--refine=1", "--widths=2,4,8", "--sweeps=1", "--group-size=16", "--quiet",
+]  # fmt: skip
+
+
+def write_model(folder, model_type, dtype=torch.float32, shard="5GB", **changes):
+    model = tiny_model(model_type, dtype=dtype, vocab_size=8192, num_hidden_layers=2, **changes)
+    model.save_pretrained(folder, max_shard_size=shard)
+    source, _ = find_builtin("tiny-llama").locate()
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+def check_logits(run, ids):
+    """Stock transformers compute what the run's own evaluation computes."""
+    planned, allocation, _ = plan_export(ExportConfig(run=run, format="dense"))
+    with planned.backend.apply(allocation) as applied:
+        expected = applied.model(ids).logits.float()
+    stock = AutoModelForCausalLM.from_pretrained(run / "model").eval()
+    with torch.no_grad():
+        stock(ids)  # decompresses, in the checkpoint's own type
+        with computing_in(stock, planned.backend.compute_dtype):
+            found = stock(ids).logits.float()
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    for info in planned.backend.plan.linears:
+        decoded = planned.backend.weights_of(allocation)[info.name].dequantize()
+        weight = stock.get_submodule(info.name).weight
+        assert torch.equal(weight.T if info.transposed else weight, decoded), info.name
+
+
+CASES = [
+    pytest.param("gpt2", {}, ["--format=dense", "--bits=3"], id="gpt2"),
+    pytest.param(
+        "gemma2",
+        {"dtype": torch.bfloat16, "shard": "300KB"},
+        ["--serve=vllm", "--bits=3.5"],
+        id="gemma2-bf16-shards-vllm",
+    ),
+    *(
+        pytest.param(name, changes, ["--bpw=4.6"], id=name, marks=pytest.mark.slow)
+        for name, changes in {
+            "llama": {"tie_word_embeddings": True},
+            "qwen2": {"dtype": torch.bfloat16},
+            "qwen3": {"tie_word_embeddings": True, "dtype": torch.bfloat16},
+            "mistral": {},
+            "gemma3_text": {"dtype": torch.bfloat16},
+            "phi3": {},
+            "olmo": {},
+            "olmo2": {"dtype": torch.bfloat16},
+            "gpt_neox": {},
+            "granite": {"shard": "200KB"},
+        }.items()
+    ),
+    pytest.param(
+        "llama",
+        {},
+        ["--bits=4", "--lock=lm_head=8", "--skip=down_proj", "--tie=q_proj,k_proj"],
+        id="llama-locks",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "llama",
+        {"hidden_size": 64, "intermediate_size": 64},
+        ["--bits=5", "--serve=vllm-marlin", "--widths=4,8", "--group-size=32"],
+        id="llama-marlin",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "mistral",
+        {"dtype": torch.bfloat16},
+        ["--serve=transformers", "--bits=3", "--no-symmetric", "--act-order", "--widths=2,3,16"],
+        id="mistral-transformers",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("model_type", "changes", "arguments"), CASES)
+def test_from_a_folder_to_the_same_logits(tmp_path, model_type, changes, arguments):
+    folder = write_model(tmp_path / "model", model_type, **changes)
+    out = tmp_path / "run"
+    assert main(["quantize", str(folder), "--out", str(out), *QUICK, *arguments]) == 0
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["budget"]["used_units"] <= metrics["budget"]["budget_units"]
+    if "--format=dense" not in arguments:
+        assert metrics["certificate"]["used"] <= Fraction(metrics["certificate"]["allowed"])
+        assert not metrics.get("engine", {}).get("violations")
+    check_logits(out, torch.arange(24)[None] * 31 % 8192)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_size_is_the_size_of_the_files(tmp_path):
+    """What is written never takes more bytes than asked, and most of what was asked is used."""
+    folder = write_model(tmp_path / "model", "llama", dtype=torch.bfloat16)
+    lowest, highest = (int(end.split()[0].replace(",", "")) for end in _range(folder))
+    for share in (0.1, 0.45, 0.9):
+        asked = round(lowest + share * (highest - lowest))
+        out = tmp_path / f"run{share}"
+        command = ["quantize", str(folder), "--size", str(asked), "--out", str(out), *QUICK, "--method=rtn"]
+        assert main(command) == 0
+        written = sum(os.path.getsize(path) for path in (out / "model").glob("*.safetensors"))
+        assert asked * 0.97 < written <= asked
+    assert load_model(out / "model").dtype == torch.bfloat16
+
+
+def _range(folder):
+    from rco.pipeline.configs import QuantizeConfig
+    from rco.pipeline.quantize import plan_quantization
+
+    config = QuantizeConfig(model=str(folder), bits="3", widths="2,4,8", group_size=16)
+    return plan_quantization(config).backend.budget_range("size")
