@@ -1,0 +1,71 @@
+"""Every ``rco`` command that documents and help texts show is one that the command line takes."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from rco.cli.app import app
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def verbs(command, name="rco"):
+    """(name, command) of every verb."""
+    if not hasattr(command, "commands"):
+        yield name, command
+        return
+    for part, inner in command.commands.items():
+        yield from verbs(inner, f"{name} {part}")
+
+
+VERBS = dict(verbs(typer.main.get_command(app)))
+
+
+def parse(line):
+    """Let the verb read its arguments, without running it; what the shell would take away is cut off."""
+    words = shlex.split(re.split(r"\s{2,}|\s[#<>]", line)[0])
+    name = next(" ".join(words[:n]) for n in (3, 2) if " ".join(words[:n]) in VERBS)
+    arguments = words[name.count(" ") + 1 :]
+    VERBS[name].make_context(name, arguments)
+
+
+def commands_in(text):
+    """Lines of code blocks, and what stands between backticks with arguments."""
+    for block in re.findall(r"```\w*\n(.*?)```", text, flags=re.DOTALL):
+        yield from (line.strip() for line in block.splitlines() if line.strip().startswith("rco "))
+    for code in re.findall(r"`(rco [^`\n]+)`", text):
+        if code not in VERBS and "|" not in code:
+            yield code
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_documents_show_commands_that_parse(path):
+    for line in commands_in(path.read_text(encoding="utf-8")):
+        parse(line)
+
+
+@pytest.mark.parametrize("name", sorted(VERBS))
+def test_every_help_ends_with_two_commands_that_parse(name):
+    shown = [line.strip() for line in (VERBS[name].help or "").splitlines()]
+    examples = [line for line in shown if line.startswith("rco ")]
+    assert len(examples) == 2
+    assert [line for line in shown if line][-2:] == examples
+    for line in examples:
+        assert line.startswith(f"{name} ")
+        parse(line)
+
+
+def test_a_wrong_flag_would_be_noticed():
+    with pytest.raises(Exception, match=r"(?i)no such option"):
+        parse("rco quantize tiny-llama --bitss 2.5")
+
+
+def test_links_between_documents_lead_somewhere():
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (path.parent / target).exists(), f"{path.name}: {target}"
