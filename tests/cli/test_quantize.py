@@ -206,7 +206,12 @@ def _start(folder, *extra):
     command = [sys.executable, "-m", "rco", "quantize", "tiny-llama", "--bits", "2.5", "--out", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*command, *QUICK, *extra], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        [*command, *QUICK, *extra],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        # Whoever runs the tests may ignore it, and children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
