@@ -215,10 +215,14 @@ def _start(folder, *extra):
     )
 
 
+def _finish(process):
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err.decode()
+
+
 @pytest.mark.slow
 def test_interrupted_it_says_how_to_go_on_and_does(tmp_path):
-    whole = _start(tmp_path / "whole")
-    assert whole.wait(timeout=600) == 0
+    _finish(_start(tmp_path / "whole"))
     folder = tmp_path / "stopped"
     process = _start(folder)
     while not (folder / "candidates" / "block_0002.safetensors").exists():
@@ -230,7 +234,7 @@ def test_interrupted_it_says_how_to_go_on_and_does(tmp_path):
     assert f"--out {folder}" in err.decode()
     assert err.decode().strip().endswith("--resume")
     assert not (folder / "allocation.json").exists()
-    assert _start(folder, "--resume").wait(timeout=600) == 0
+    _finish(_start(folder, "--resume"))
     expected, got = (
         json.loads((tmp_path / name / "allocation.json").read_text())["allocation"]
         for name in ("whole", "stopped")
@@ -240,9 +244,8 @@ def test_interrupted_it_says_how_to_go_on_and_does(tmp_path):
 
 @pytest.mark.slow
 def test_killed_anywhere_and_resumed_gives_the_same_allocation(tmp_path):
-    whole = _start(tmp_path / "whole")
     began = time.monotonic()
-    assert whole.wait(timeout=600) == 0
+    _finish(_start(tmp_path / "whole"))
     seconds = time.monotonic() - began
     expected = json.loads((tmp_path / "whole" / "allocation.json").read_text())["allocation"]
     for number, share in enumerate((0.35, 0.5, 0.6, 0.7, 0.8, 0.9)):
@@ -250,9 +253,7 @@ def test_killed_anywhere_and_resumed_gives_the_same_allocation(tmp_path):
         process = _start(folder)
         time.sleep(share * seconds)
         process.send_signal(signal.SIGKILL)
-        process.wait()
-        again = _start(folder, "--resume")
-        _, err = again.communicate(timeout=600)
-        assert again.returncode == 0, err.decode()
+        process.communicate()
+        _finish(_start(folder, "--resume"))
         assert json.loads((folder / "allocation.json").read_text())["allocation"] == expected
         assert not list(Path(folder).rglob("*.tmp*"))
