@@ -112,6 +112,11 @@ def test_export_writes_the_same_weights_in_another_format(finished, tmp_path, ca
     assert len(plain) > 56
     for name, tensor in plain.items():
         assert torch.equal(tensor, decoded[name]), name
+    recipe = tmp_path / "recipe"
+    code, out, _ = run(capsys, "export", str(finished), "--format", "gptqmodel", "--out", str(recipe))
+    assert code == 0
+    assert str(recipe) in out
+    assert (recipe / "README.md").is_file()
     again = tmp_path / "again"
     assert main(["export", str(finished), "--out", str(again)]) == 0
     capsys.readouterr()

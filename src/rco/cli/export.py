@@ -30,8 +30,11 @@ def _export(config: ExportConfig, switches: Switches) -> None:
         typer.echo(json.dumps(written))
         return
     typer.echo(f"format      {written['format']}")
-    typer.echo(f"size        {written['total_bytes']:,} bytes in {len(written['tensors'])} tensors")
-    typer.echo(f"checkpoint  {written['path']}")
+    if written.get("tensors"):
+        typer.echo(f"size        {written['total_bytes']:,} bytes in {len(written['tensors'])} tensors")
+    typer.echo(f"folder      {written['path']}")
+    if written.get("usage"):
+        typer.echo(f"\n{written['usage'].rstrip()}")
 
 
 export = command_from_config(ExportConfig, _export)
