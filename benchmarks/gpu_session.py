@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/gpu_session.py OUT [part ...]
 
 Writes one JSON file per part into OUT as soon as the part is done, so that a session that is cut short keeps what
-it has. Parts: tests, tune, kernels, gptq, jobs, step, olmoe, memory, 30b, steps50; all but steps50 by default.
+it has. Parts: tests, kernels, gptq, jobs, step, olmoe, memory, 30b, short, steps50; all but the last two by default.
 """
 
 from __future__ import annotations
@@ -80,34 +80,6 @@ def kernels(out):
     return found
 
 
-def tune(out):
-    """GPU seconds of the inner-product kernel under several launch settings, on four blocks of qwen3-8b."""
-    from rco.compressors import triton_bfloat16
-    from rco.studies.step_bench import _copy_bandwidth, _kernels
-    from rco.studies.step_cases import make_case
-
-    place = torch.device("cuda")
-    case = make_case("qwen3-8b", place, length=64, layers=4)
-    layers = [list(options.values()) for options in case.backend.packed().values()]
-    rows = []
-    for count, warps, per_core, registers in (
-        (8, 4, 12, 80), (8, 4, 12, None), (8, 4, 12, 64), (8, 4, 32, 80), (16, 4, 8, None), (16, 4, 12, 96),
-        (4, 2, 24, 80),
-    ):  # fmt: skip
-        triton_bfloat16._COUNT, triton_bfloat16._WARPS = count, warps
-        triton_bfloat16._PROGRAMS_PER_CORE, triton_bfloat16._REGISTERS = per_core, registers
-        try:
-            _, _, found = _kernels(layers, torch.bfloat16, place)
-        except Exception as error:  # noqa: BLE001  some settings may not compile
-            print(count, warps, per_core, registers, type(error).__name__, flush=True)
-            continue
-        row = {"count": count, "warps": warps, "per_core": per_core, "registers": registers}
-        row |= {name: found[name]["share_of_copy"] for name in ("inner_products", "dequantise")}
-        rows.append(row)
-        print(row, flush=True)
-    return {"settings": rows, "copy": _copy_bandwidth(place)}
-
-
 def block_linears(shape):
     settings = SHAPES[shape][1]
     hidden, inner, head = settings["hidden_size"], settings["intermediate_size"], 128
@@ -160,6 +132,19 @@ def step(out):
     return run("qwen3-8b", steps=2)
 
 
+def short(out):
+    """The step without checkpointing, few repeats; the tests of its kernel beside it while the model is made."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short"]
+    command += ["tests/gpu/test_packed_kernels.py", "-k", "inner or streamed or layer"]
+    with (out / "short_tests.log").open("w") as log:
+        checks = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        found = {"kernels": kernels(out)}
+        print(json.dumps(found["kernels"]["kernels"]), flush=True)
+        checks.wait(timeout=60)
+    print((out / "short_tests.log").read_text()[-600:], flush=True)
+    return found | run("qwen3-8b", steps=0, repeats=5, modes=(False,))
+
+
 def steps50(out):
     return run("qwen3-8b", steps=50, repeats=5)
 
@@ -208,15 +193,16 @@ def jobs(out):
 
 
 PARTS = {
-    "tests": tests, "tune": tune, "kernels": kernels, "gptq": gptq_block, "jobs": jobs, "step": step,
-    "olmoe": olmoe, "memory": memory, "30b": thirty_billion, "steps50": steps50,
+    "tests": tests, "kernels": kernels, "gptq": gptq_block, "jobs": jobs, "step": step,
+    "olmoe": olmoe, "memory": memory, "30b": thirty_billion,
+    "short": short, "steps50": steps50,
 }  # fmt: skip
 
 
 def main():
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
-    chosen = sys.argv[2:] or [name for name in PARTS if name != "steps50"]
+    chosen = sys.argv[2:] or [name for name in PARTS if name not in ("short", "steps50")]
     everything = {}
     for name in chosen:
         began = time.perf_counter()

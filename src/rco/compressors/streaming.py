@@ -101,7 +101,7 @@ class OptionStream:
     def _prefetch(self, position: int) -> None:
         layer, everything = self._order[position]
         choice = None if everything else self._layers[layer].choice
-        if not everything and choice is None:
+        if not everything and (choice is None or not self._layers[layer].streams(choice)):
             return
         request = _Request(layer, choice)
         if position not in self._arrived or self._arrived[position][0] != request:
@@ -191,6 +191,10 @@ class StreamedOptions(Sequence[Option]):
             option if isinstance(option, Tensor) else view  # type: ignore[misc]
             for option, view in zip(self._options, fetched, strict=True)
         ]
+
+    def streams(self, option: int) -> bool:
+        """Whether an option is packed, and so in host memory."""
+        return isinstance(self._options[option], PackedWeight)
 
     def span(self, option: int | None) -> tuple[int, int]:
         """Bytes of the host buffer that a request needs."""

@@ -1,16 +1,18 @@
 """The GPU kernels of :mod:`rco.compressors.triton_kernels` for what a search meets: bfloat16, regular shapes.
 
 Where columns fill whole segments of 128, the matrix is one flat run of segments and needs no rows, columns or
-masks. A thread takes eight neighbouring columns (an *octet*, ``bits`` bytes of codes). Two codes at a time are
-written into the low bits of a pair of bfloat16 numbers 128 + code, so that one subtraction and one product decode
-both, rounded exactly as a checkpoint decodes; that is half of the instructions that float32 takes, and these
-kernels are bound by instructions as much as by memory.
+masks. Two codes at a time are written into the low bits of a pair of bfloat16 numbers 128 + code, so that one
+subtraction and one product decode both, rounded exactly as a checkpoint decodes; that is half of the instructions
+that float32 takes, and these kernels are bound by instructions as much as by memory.
+
+To decode, a thread takes eight neighbouring columns (an *octet*, ``bits`` bytes of codes), which it writes in one
+go. To meet options with a gradient it takes 32 (a *unit*, ``bits`` whole words), whose codes lie at fixed places in
+their words: nothing is shifted by a variable amount, and a scale is fetched once for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
@@ -23,10 +25,12 @@ __all__ = ["decode", "inner_products", "serves"]
 
 SEGMENT = 128
 _OCTETS = SEGMENT // 8
-_COUNT = 8  # segments of one step of a program: one octet per thread
+_UNIT = 32
 _WARPS = 4
-_PROGRAMS_PER_CORE = 12
-_REGISTERS = 80  # per thread: more and too few programs run beside each other to keep the memory busy
+_DECODE_COUNT = 8  # segments of one step of a program: one octet per thread
+_DOT_COUNT = 128  # units of one step of a program: one per thread
+_PROGRAMS_PER_CORE = 6
+_REGISTERS: int | None = None  # per thread, as the compiler likes
 
 # Registers of the assembly below: $G inputs that the caller numbers, named ones declared in the block.
 _SPLIT = {
@@ -44,33 +48,55 @@ _SPLIT = {
 }
 
 
-def _decoded_pairs(bits: int, zero: str, scale: str) -> str:
+def _pair(bits: int, source: str, target: str, zero: str, scale: str) -> str:
+    """Assembly that decodes the two codes in the low bits of a register to a pair of bfloat16 values."""
+    mask = (1 << bits) - 1
+    return (
+        f"and.b32 t, {source}, {mask}; shl.b32 u, {source}, {16 - bits}; and.b32 u, u, {mask << 16};"
+        f" or.b32 t, t, u; or.b32 t, t, 0x43004300;"
+        f" fma.rn.bf16x2 t, t, one, {zero}; fma.rn.bf16x2 {target}, t, {scale}, none;"
+    )
+
+
+def _byte_pair(source: str, first: int, target: str, zero: str, scale: str) -> str:
+    """The same for two of the four bytes of a register: eight bits are one too many for the trick with bfloat16."""
+    return (
+        f"prmt.b32 t, {source}, 0x4B000000, 0x754{first}; mov.b32 a, t;"  # the bits of 2^23 + code in float32
+        f" prmt.b32 t, {source}, 0x4B000000, 0x754{first + 1}; mov.b32 b, t;"
+        f" mov.b32 c, {zero}; sub.rn.f32 a, a, c; sub.rn.f32 b, b, c;"
+        f" mov.b32 c, {scale}; mul.rn.f32 a, a, c; mul.rn.f32 b, b, c; cvt.rn.bf16x2.f32 {target}, b, a;"
+    )
+
+
+def _octet_pairs(bits: int, zero: str, scale: str) -> str:
     """Assembly that turns the quads q0 and q1 into four pairs of bfloat16 values w0 to w3."""
     lines = []
     for pair in range(4):
         quad, first = f"q{pair // 2}", 2 * (pair % 2)
         if bits == 8:
-            # Bytes of 2^23 + code in float32: eight bits are one too many for the trick with bfloat16.
-            lines.append(f"prmt.b32 t, {quad}, 0x4B000000, 0x754{first}; mov.b32 a, t;")
-            lines.append(f"prmt.b32 t, {quad}, 0x4B000000, 0x754{first + 1}; mov.b32 b, t;")
-            lines.append(f"mov.b32 c, {zero}; sub.rn.f32 a, a, c; sub.rn.f32 b, b, c;")
-            lines.append(f"mov.b32 c, {scale}; mul.rn.f32 a, a, c; mul.rn.f32 b, b, c;")
-            lines.append(f"cvt.rn.bf16x2.f32 w{pair}, b, a;")
+            lines.append(_byte_pair(quad, first, f"w{pair}", zero, scale))
             continue
-        mask = (1 << bits) - 1
-        source = quad
         if first:
             lines.append(f"shr.u32 x, {quad}, {2 * bits};")
-            source = "x"
-        lines.append(f"and.b32 t, {source}, {mask}; shl.b32 u, {source}, {16 - bits};")
-        lines.append(f"and.b32 u, u, {mask << 16}; or.b32 t, t, u; or.b32 t, t, 0x43004300;")
-        lines.append(f"fma.rn.bf16x2 t, t, one, {zero};")
-        lines.append(f"fma.rn.bf16x2 w{pair}, t, {scale}, none;")
+        lines.append(_pair(bits, "x" if first else quad, f"w{pair}", zero, scale))
     return "\n".join(lines)
 
 
+def _unit_pair(bits: int, pair: int, words: Sequence[str], zero: str, scale: str) -> str:
+    """Assembly that decodes one of the sixteen pairs of a unit, given its words, to w0."""
+    word, offset = divmod(2 * pair * bits, 32)
+    if bits == 8:
+        return _byte_pair(words[word], offset // 8, "w0", zero, scale)
+    if offset == 0:
+        return _pair(bits, words[word], "w0", zero, scale)
+    fetch = f"shr.u32 x, {words[word]}, {offset};"
+    if offset + 2 * bits > 32:
+        fetch = f"shf.r.wrap.b32 x, {words[word]}, {words[word + 1]}, {offset};"
+    return f"{fetch} {_pair(bits, 'x', 'w0', zero, scale)}"
+
+
 _DECLARATIONS = """
-.reg .b32 q0, q1, s, t, u, x, y, w0, w1, w2, w3, g0, g1, g2, g3, one, none;
+.reg .b32 q0, q1, s, t, u, x, y, w0, w1, w2, w3, g0, g1, h<8>, one, none;
 .reg .f32 a, b, c, sum;
 .reg .pred p;
 mov.b32 one, 0x3F803F80;
@@ -81,31 +107,56 @@ mov.b32 none, 0x80008000;
 def _decode_assembly(bits: int) -> str:
     """Eight values as two words of 64 bits, from (low, middle, high, offset, zero, scale)."""
     split = _SPLIT[bits].format(low="$2", middle="$3", high="$4", at="$5")
-    pairs = _decoded_pairs(bits, "$6", "$7")
+    pairs = _octet_pairs(bits, "$6", "$7")
     return f"{{{_DECLARATIONS}{split}\n{pairs}\nmov.b64 $0, {{w0, w1}};\nmov.b64 $1, {{w2, w3}};\n}}"
 
 
+_SINGLE = (1, 2, 3, 5, 7)  # widths whose words are loaded one by one
+
+
 def _dot_assembly(bits: int) -> str:
-    """A running sum plus eight products, from (sum, gradient x 2, low, middle, high, offset, zero, scale)."""
+    """A running sum plus 32 products, from (sum, 8 x gradient, words, zero, scale).
+
+    Words come as the kernel loads them: two at a time for 4, 6 and 8 bits, else singly.
+    """
+    lines, words = ["mov.f32 sum, $1;"], []
     if bits == DENSE:
-        fetch = "mov.b64 {w0, w1}, $4;\nmov.b64 {w2, w3}, $5;"
+        inputs = [f"${10 + i}" for i in range(8)]
+    elif bits in _SINGLE:
+        words = [f"${10 + i}" for i in range(bits)]
     else:
-        fetch = _SPLIT[bits].format(low="$4", middle="$5", high="$6", at="$7")
-        fetch += "\n" + _decoded_pairs(bits, "$8", "$9")
-    lines = ["mov.b64 {g0, g1}, $2;", "mov.b64 {g2, g3}, $3;", "mov.f32 sum, $1;"]
-    for pair in range(4):
-        lines.append(f"shl.b32 t, g{pair}, 16; mov.b32 a, t; shl.b32 u, w{pair}, 16; mov.b32 b, u;")
+        for i in range(bits // 2):
+            lines.append(f"mov.b64 {{h{2 * i}, h{2 * i + 1}}}, ${10 + i};")
+            words += [f"h{2 * i}", f"h{2 * i + 1}"]
+    after = 10 + (bits if bits in _SINGLE else bits // 2)
+    for pair in range(16):
+        if pair % 2 == 0:
+            lines.append(f"mov.b64 {{g0, g1}}, ${2 + pair // 2};")
+            if bits == DENSE:
+                lines.append(f"mov.b64 {{w1, w2}}, {inputs[pair // 2]};")
+        if bits == DENSE:
+            lines.append(f"mov.b32 w0, w{1 + pair % 2};")
+        else:
+            lines.append(_unit_pair(bits, pair, words, f"${after}", f"${after + 1}"))
+        lines.append(f"shl.b32 t, g{pair % 2}, 16; mov.b32 a, t; shl.b32 u, w0, 16; mov.b32 b, u;")
         lines.append("fma.rn.f32 sum, a, b, sum;")
-        lines.append(f"and.b32 t, g{pair}, 0xFFFF0000; mov.b32 a, t;")
-        lines.append(f"and.b32 u, w{pair}, 0xFFFF0000; mov.b32 b, u; fma.rn.f32 sum, a, b, sum;")
-    return f"{{{_DECLARATIONS}{fetch}\n" + "\n".join(lines) + "\nmov.f32 $0, sum;\n}"
+        lines.append(f"and.b32 t, g{pair % 2}, 0xFFFF0000; mov.b32 a, t; and.b32 u, w0, 0xFFFF0000;")
+        lines.append("mov.b32 b, u; fma.rn.f32 sum, a, b, sum;")
+    return f"{{{_DECLARATIONS}" + "\n".join(lines) + "\nmov.f32 $0, sum;\n}"
+
+
+def _dot_constraints(bits: int) -> str:
+    """Kinds of registers of that assembly's operands."""
+    if bits == DENSE:
+        return ",".join(["=f", "f", *"l" * 16])
+    return ",".join(["=f", "f", *"l" * 8, *("r" * bits if bits in _SINGLE else "l" * (bits // 2)), "r", "r"])
 
 
 # By width, so that a kernel finds its own.
-_DECODE = tl.constexpr(tuple(_decode_assembly(bits) if bits in _SPLIT else "" for bits in range(9)))
-_DOT = tl.constexpr(
-    tuple(_dot_assembly(bits) if bits in (*_SPLIT, DENSE) else "" for bits in range(DENSE + 1))
-)
+_WIDTHS = range(DENSE + 1)
+_DECODE = tl.constexpr(tuple(_decode_assembly(bits) if bits in _SPLIT else "" for bits in _WIDTHS))
+_DOT = tl.constexpr(tuple(_dot_assembly(bits) if bits in (*_SPLIT, DENSE) else "" for bits in _WIDTHS))
+_DOT_OPERANDS = tl.constexpr(tuple(_dot_constraints(bits) for bits in _WIDTHS))
 
 
 @triton.jit
@@ -163,50 +214,59 @@ def _decode_kernel(
 
 
 @triton.jit
+def _consecutive(place, COUNT: tl.constexpr):
+    """The words from each place on."""
+    found = ()
+    for i in tl.static_range(COUNT):
+        found = found + (tl.load(place + i),)
+    return found
+
+
+@triton.jit
+def _unit_words(codes, unit, BITS: tl.constexpr):
+    """The words of a unit's codes: two in one for 4, 6 and 8 bits, else singly."""
+    start = unit.to(tl.int64)
+    if BITS % 2 == 1 or BITS == 2:
+        found = _consecutive(codes.to(tl.pointer_type(tl.int32)) + start * BITS, BITS)
+    else:
+        found = _consecutive(codes.to(tl.pointer_type(tl.int64)) + start * (BITS // 2), BITS // 2)
+    return found
+
+
+@triton.jit
 def _inner_products_kernel(
-    gradient, table, partial, segments, steps,
-    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, RATIO: tl.constexpr,
-    COUNT: tl.constexpr, OCTETS: tl.constexpr,
+    gradient, codes, scales, zeros, partial, units, steps,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, UNITS_PER_SCALE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    octet = tl.arange(0, OCTETS)[None, :]
-    codes, scales, zeros, sums = (), (), (), ()
+    sums = ()
     for k in tl.static_range(len(BITS)):
-        words = tl.pointer_type(tl.int64 if BITS[k] == 16 else tl.int32)
-        codes = codes + (tl.load(table + 3 * k).to(words),)
-        scales = scales + (tl.load(table + 3 * k + 1).to(tl.pointer_type(tl.bfloat16)),)
-        zeros = zeros + (tl.load(table + 3 * k + 2).to(tl.pointer_type(tl.uint8)),)
-        sums = sums + (tl.zeros((COUNT, OCTETS), tl.float32),)
+        sums = sums + (tl.zeros((COUNT,), tl.float32),)
     for step in range(tl.program_id(0), steps, tl.num_programs(0)):
-        index = step * COUNT + tl.arange(0, COUNT)[:, None]
-        inside = index < segments
-        index = tl.minimum(index, segments - 1) + tl.program_id(1) * segments
-        place = index.to(tl.int64) * (2 * OCTETS) + 2 * octet
-        first = tl.load(gradient + place, mask=inside, other=0)
-        second = tl.load(gradient + place + 1, mask=inside, other=0)
+        unit = step * COUNT + tl.arange(0, COUNT)
+        inside = (unit < units).to(tl.float32)
+        unit = tl.minimum(unit, units - 1) + tl.program_id(1) * units
+        slopes = _consecutive(gradient + unit.to(tl.int64) * 8, 8)
         added = ()
         for k in tl.static_range(len(BITS)):
+            zero = tl.zeros((COUNT,), tl.float32)
             if BITS[k] == 16:
-                added = added + (
-                    tl.inline_asm_elementwise(
-                        _DOT[BITS[k]], "=f,f,l,l,l,l",
-                        [sums[k], first, second, tl.load(codes[k] + place), tl.load(codes[k] + place + 1)],
-                        dtype=tl.float32, is_pure=True, pack=1,
-                    ),
-                )  # fmt: skip
+                dense = codes[k].to(tl.pointer_type(tl.int64)) + unit.to(tl.int64) * 8
+                operands = (zero,) + slopes + _consecutive(dense, 8)
             else:
-                low, middle, high, offset = _words(codes[k], index, octet, BITS[k], OCTETS)
-                scale, zero = _scale_and_zero(scales[k], zeros[k], index, RATIO, BITS[k], SYMMETRIC[k])
-                added = added + (
-                    tl.inline_asm_elementwise(
-                        _DOT[BITS[k]], "=f,f,l,l,r,r,r,r,r,r",
-                        [sums[k], first, second, low, middle, high, offset, zero, scale],
-                        dtype=tl.float32, is_pure=True, pack=1,
-                    ),
+                grid = _scale_and_zero(
+                    scales[k].to(tl.pointer_type(tl.bfloat16)), zeros[k].to(tl.pointer_type(tl.uint8)),
+                    unit, UNITS_PER_SCALE, BITS[k], SYMMETRIC[k],
                 )  # fmt: skip
+                operands = (zero,) + slopes + _unit_words(codes[k], unit, BITS[k]) + (grid[1], grid[0])
+            found = tl.inline_asm_elementwise(
+                _DOT[BITS[k]], _DOT_OPERANDS[BITS[k]], operands, dtype=tl.float32, is_pure=True, pack=1
+            )
+            # Units past the end repeat the last one and do not count.
+            added = added + (sums[k] + found * inside,)
         sums = added
     target = partial + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * len(BITS)
     for k in tl.static_range(len(BITS)):
-        tl.store(target + k, tl.sum(tl.sum(sums[k], axis=1), axis=0))
+        tl.store(target + k, tl.sum(sums[k], axis=0))
 
 
 def serves(tensor: Tensor, operands: Sequence[Operand], group: int) -> bool:
@@ -222,39 +282,30 @@ def serves(tensor: Tensor, operands: Sequence[Operand], group: int) -> bool:
 def decode(operand: Operand, group: int, out: Tensor) -> None:
     """Write the decoded matrix to ``out``."""
     segments = out.numel() // SEGMENT
-    _decode_kernel[(triton.cdiv(segments, _COUNT),)](
+    _decode_kernel[(triton.cdiv(segments, _DECODE_COUNT),)](
         operand.codes, operand.scales, operand.scales if operand.zeros is None else operand.zeros,
         out.view(torch.int64), segments,
         BITS=operand.bits, SYMMETRIC=operand.zeros is None, RATIO=min(group, out.shape[1]) // SEGMENT,
-        COUNT=_COUNT, OCTETS=_OCTETS, num_warps=_WARPS,
+        COUNT=_DECODE_COUNT, OCTETS=_OCTETS, num_warps=_WARPS,
     )  # fmt: skip
 
 
 def inner_products(gradient: Tensor, operands: Sequence[Operand], group: int, parts: int) -> Tensor:
     """(K, parts) products of each part of the rows with every operand, float64."""
-    segments = gradient.numel() // SEGMENT // parts
-    steps = triton.cdiv(segments, _COUNT)
+    units = gradient.numel() // _UNIT // parts
+    steps = triton.cdiv(units, _DOT_COUNT)
     programs = min(steps, max(1, _PROGRAMS_PER_CORE * multiprocessors(gradient.device) // parts))
     partial = torch.empty(parts, programs, len(operands), dtype=torch.float32, device=gradient.device)
-    addresses = tuple(
-        (operand.scales if part is None else part).data_ptr()
-        for operand in operands
-        for part in (operand.codes, operand.scales, operand.zeros)
-    )
     _inner_products_kernel[(programs, parts)](
-        gradient.view(torch.int64), _table(addresses, gradient.device), partial, segments, steps,
+        gradient.view(torch.int64),
+        # As plain addresses: examining that many tensors would take a launch longer than most layers compute.
+        tuple(operand.codes.data_ptr() for operand in operands),
+        tuple(operand.scales.data_ptr() for operand in operands),
+        tuple((operand.scales if operand.zeros is None else operand.zeros).data_ptr() for operand in operands),
+        partial, units, steps,
         BITS=tuple(operand.bits for operand in operands),
         SYMMETRIC=tuple(operand.zeros is None for operand in operands),
-        RATIO=min(group, gradient.shape[1]) // SEGMENT,
-        COUNT=_COUNT, OCTETS=_OCTETS, num_warps=_WARPS, maxnreg=_REGISTERS,
+        UNITS_PER_SCALE=min(group, gradient.shape[1]) // _UNIT,
+        COUNT=_DOT_COUNT, num_warps=_WARPS, maxnreg=_REGISTERS,
     )  # fmt: skip
     return partial.sum(dim=1, dtype=torch.float64).T
-
-
-@lru_cache(maxsize=8192)
-def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where the operands are, on the device: one argument of a launch instead of three per option.
-
-    A launch examines each of its arguments, which for 21 tensors takes longer than most layers compute.
-    """
-    return torch.tensor(addresses, dtype=torch.int64, device=device)

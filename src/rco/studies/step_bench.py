@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,7 @@ def run(
     steps: int = 3,
     repeats: int = 10,
     layers: int | None = None,
+    modes: Sequence[bool] = (False, True),
     on_progress: OnProgress | None = None,
 ) -> dict[str, Any]:
     """Measure floor and sample with and without checkpointing, whole steps, and the parts of a sample.
@@ -49,6 +50,7 @@ def run(
         steps: Whole steps to time; 0: none.
         repeats: Timed repeats of floor and sample.
         layers: Fewer blocks than the shape has.
+        modes: Whether to checkpoint; without is always among them.
         on_progress: Called with (parts done, all parts).
     """
     tell = on_progress or (lambda done, total: None)
@@ -56,15 +58,15 @@ def run(
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     loaded = random_model(shape, device=place, dtype=dtype, layers=layers)
     rows: dict[str, Any] = {}
-    total = 4 + bool(steps)
-    for done, checkpointing in enumerate((False, True)):
+    total = 2 * len(modes) + bool(steps)
+    for done, checkpointing in enumerate(modes):
         tell(done, total)
         with floor(loaded, random_tokens(loaded, 1, length), checkpointing) as work:
             lowest = measure(work, place, repeats)
         rows["checkpointing" if checkpointing else "plain"] = {"floor": lowest.to_dict()}
     case = make_case(shape, place, length=length, loaded=loaded)
-    for done, checkpointing in enumerate((False, True)):
-        tell(2 + done, total)
+    for done, checkpointing in enumerate(modes):
+        tell(len(modes) + done, total)
         case.backend.checkpointing = checkpointing
         row = rows["checkpointing" if checkpointing else "plain"]
         with sample_of(case) as work:
@@ -88,7 +90,7 @@ def run(
     }
     report["breakdown"] = breakdown(case, samples, report["plain"]["sample"]["seconds"])
     if steps:
-        tell(4, total)
+        tell(total - 1, total)
         report["steps"] = whole_steps(case, samples, steps)
     tell(total, total)
     return report
@@ -339,6 +341,8 @@ def to_markdown(report: dict[str, Any]) -> str:
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name in ("plain", "checkpointing"):
+        if name not in report:
+            continue
         row = report[name]
         lines.append(
             f"| {name} | {row['floor']['seconds']:.4g} | {row['sample']['seconds']:.4g} | {row['ratio']:.3f} | "
