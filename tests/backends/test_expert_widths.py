@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+import rco
+from rco.backends.accounting import Scheme, scheme_of
 from rco.backends.base import Budget
 from rco.backends.bit_costs import BitCosts, Visits
 from rco.backends.candidates import CandidateSettings
@@ -18,7 +20,8 @@ from rco.compressors.grid import Grid
 from rco.core.problem import InfeasibleBudgetError
 from rco.data.calibration import CalibrationSet
 from rco.evaluation.size import average_bits, checkpoint_size
-from rco.export import CompressedTensorsExporter, DenseExporter
+from rco.export import CompressedTensorsExporter, DenseExporter, validate_for_engine
+from rco.export.compressed_tensors import quantization_config
 from rco.models.loading import load_model, wrap_model
 from rco.models.moe import moe_layers
 from rco.models.moe_hessians import ExpertHessians
@@ -364,3 +367,35 @@ LOCKS = {
     "gpt_oss": ["attention=16"],
     "deepseek_v2": ["attention=16", "mlp=16", "shared_expert=16"],
 }
+
+
+@pytest.mark.parametrize(
+    ("serve", "widths"),
+    [("any", (2, 3, 8)), ("transformers", (2, 5)), ("vllm", (2, 4, 8)), ("vllm-marlin", (4, 8))],
+)
+def test_bytes_hold_for_every_preset_and_engines_take_the_config(serve, widths, tmp_path):
+    backend = make_backend(tmp_path, serve=serve, widths=widths, symmetric=None)
+    backend.prepare(text())
+    size = backend.costs("size")
+    allowed = [[backend.plan.widths.index(w) for w in group.widths] for group in backend.plan.groups]
+    ends = [
+        sum(pick(row[k] for k in ok) for row, ok in zip(size.matrix, allowed, strict=True))
+        for pick in (min, max)
+    ]
+    rng = np.random.default_rng(0)
+    for share in (0.2, 0.7):
+        budget = int(size.fixed + ends[0] + share * (ends[1] - ends[0]))
+        problem = backend.problem(Budget("size", Fraction(budget)))
+        solution = rco.solve_mckp(rng.random((problem.num_groups, problem.num_options)), problem)
+        source, weights = backend.deployed(problem.allocation(solution.allocation))
+        folder = tmp_path / f"out-{share}"
+        # The exporter itself refuses what the engine would not load.
+        CompressedTensorsExporter().export(source, weights, folder, engine=serve)
+        assert checkpoint_size(folder)["bytes"] <= budget
+    if serve.startswith("vllm"):
+        schemes = {name: scheme_of(packed) for name, packed in weights.items()}
+        first = next(i for i in backend.plan.experts if i.name in schemes)
+        bits = next(w for w in widths if w != schemes[first.name].bits)
+        schemes[first.name] = Scheme(bits, None, True)
+        config = {"model_type": "qwen2_moe", "quantization_config": quantization_config(source, schemes)}
+        assert any("experts" in line for line in validate_for_engine(config, serve))
