@@ -201,7 +201,7 @@ def run_part(settings, model, bits, seed, method):
     if method in ONLY:
         planned, backend, problem = _only(planned, ONLY[method])
     forwards = backwards = 0
-    chosen_from = method
+    chosen_from, candidates = method, {}
     if method.startswith("uniform"):
         widths, width = backend.plan.widths, int(method.removeprefix("uniform"))
         allocation = problem.allocation(
@@ -222,7 +222,7 @@ def run_part(settings, model, bits, seed, method):
             if table is not None:
                 objective.layer_errors = table
             result = searcher.search(problem, objective, prior=prior)
-        allocation, chosen_from = result.allocation, result.chosen_from
+        allocation, chosen_from, candidates = result.allocation, result.chosen_from, result.candidates
         forwards, backwards = result.forwards, result.backwards
     searched = time.perf_counter() - began
     row = Judge(backend, data.evaluation).row(method, allocation, problem)
@@ -241,6 +241,7 @@ def run_part(settings, model, bits, seed, method):
         "within_budget": bool(problem.is_feasible(allocation)),
         "expert_groups": counts,
         "chosen_from": chosen_from,
+        "selection_losses": candidates,
         "forwards": forwards,
         "backwards": backwards,
         "seconds": searched,
