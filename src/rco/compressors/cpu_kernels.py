@@ -49,7 +49,16 @@ _CACHE_BYTES = 1 << 19
 
 def _make_unpacker(bits: int) -> Any:
     """A function that spreads one packed row over bytes; ``bits`` is a constant in it, so shifts unroll."""
+
+    def lanes(value: int, width: int) -> np.uint64:
+        """A mask repeated in every lane of that many bits."""
+        return np.uint64(sum(value << at for at in range(0, 64, width)) & (2**64 - 1))
+
     mask = np.uint64((1 << bits) - 1)
+    four = np.uint64((1 << (4 * bits)) - 1)
+    low_two, high_two = lanes((1 << (2 * bits)) - 1, 32), lanes(((1 << (2 * bits)) - 1) << (2 * bits), 32)
+    low_one, high_one = lanes((1 << bits) - 1, 16), lanes(((1 << bits) - 1) << bits, 16)
+    above_four, above_two, above_one = np.uint64(4 * bits), np.uint64(16 - 2 * bits), np.uint64(8 - bits)
 
     @numba.njit(nogil=True)
     def unpack_row(stream: Any, cols: int, codes: Any) -> None:
@@ -58,8 +67,12 @@ def _make_unpacker(bits: int) -> Any:
             word = np.uint64(0)
             for byte in range(bits):
                 word |= np.uint64(stream[unit * bits + byte]) << np.uint64(8 * byte)
+            # Halves, quarters and eighths move apart in turn, until each code has a byte of the word.
+            word = (word & four) | ((word >> above_four) << np.uint64(32))
+            word = (word & low_two) | ((word & high_two) << above_two)
+            word = (word & low_one) | ((word & high_one) << above_one)
             for i in range(8):
-                codes[unit * 8 + i] = np.uint8((word >> np.uint64(i * bits)) & mask)
+                codes[unit * 8 + i] = np.uint8((word >> np.uint64(8 * i)) & np.uint64(255))
         for col in range(cols - cols % 8, cols):
             start = col * bits
             value = np.uint64(stream[start >> 3])
@@ -207,15 +220,47 @@ def decode_bfloat16(codes: Any, scales: Any, zeros: Any, group: int, rounding: i
             patterns[row, j] = np.uint16(pattern >> np.uint32(16))
 
 
+@numba.njit(nogil=True, fastmath=REASSOCIATE)
+def _dot_codes(gradient: Any, codes: Any, scales: Any, zeros: Any, group: int, rounded: bool) -> float:
+    """``<gradient, decoded row>`` with values used where they are made, never written."""
+    number = scales.dtype.type
+    total = 0.0
+    for g in range(scales.shape[0]):
+        scale, zero = scales[g], number(zeros[g])
+        end = min((g + 1) * group, codes.shape[0])
+        for start in range(g * group, end, _SUM_SPAN):
+            left = gradient[start : min(start + _SUM_SPAN, end)]
+            right = codes[start : min(start + _SUM_SPAN, end)]
+            part = gradient.dtype.type(0)
+            if rounded:
+                for j in range(right.shape[0]):
+                    part += left[j] * as_bfloat16((number(right[j]) - zero) * scale)
+            else:
+                for j in range(right.shape[0]):
+                    part += left[j] * ((number(right[j]) - zero) * scale)
+            total += part
+    return total
+
+
 @numba.njit(nogil=True, cache=True)
 def dot_float(
-    gradient: Any, codes: Any, scales: Any, zeros: Any, group: int, rounding: int, sums: Any
+    gradient: Any, stream: Any, bits: int, scales: Any, zeros: Any, group: int, rounding: int, sums: Any
 ) -> None:
-    """``sums[row] = <gradient[row], decoded row>`` for a float32 or float64 gradient."""
-    values = np.empty(gradient.shape[1], dtype=gradient.dtype)
+    """``sums[row] = <gradient[row], decoded row>`` for a float32 or float64 gradient and packed rows.
+
+    ``stream`` is the uint8 view of the words. Only a row of codes is in memory at a time.
+    """
+    cols = gradient.shape[1]
+    codes = np.empty(cols, dtype=np.uint8)
+    values = np.empty(cols, dtype=gradient.dtype)
     for row in range(gradient.shape[0]):
-        _decode_row(codes[row], scales[row], zeros[row], group, rounding, values)
-        sums[row] = _dot(gradient[row], values)
+        _unpack_row(stream[row], bits, cols, codes)
+        if rounding == ROUND_HALF:  # rounds by adding and subtracting, which must not be reassociated
+            _decode_row(codes, scales[row], zeros[row], group, rounding, values)
+            sums[row] = _dot(gradient[row], values)
+        else:
+            rounded = rounding == ROUND_BFLOAT16
+            sums[row] = _dot_codes(gradient[row], codes, scales[row], zeros[row], group, rounded)
 
 
 @numba.njit(nogil=True, cache=True)

@@ -425,13 +425,10 @@ def _inner_products_compiled(
     gradient: Tensor, options: Sequence[PackedWeight | Tensor | None], segments: int
 ) -> Tensor:
     rows, cols = gradient.shape
-    kernel: Any = cpu_kernels.dot_float
-    if gradient.dtype == torch.bfloat16:
-        kernel, source = cpu_kernels.dot_bfloat16, gradient.view(torch.uint16).numpy()
-    else:
-        if gradient.dtype == torch.float16:
-            gradient = gradient.to(torch.float32)
-        source = gradient.numpy()
+    narrow = gradient.dtype == torch.bfloat16
+    if gradient.dtype == torch.float16:
+        gradient = gradient.to(torch.float32)
+    source = gradient.view(torch.uint16).numpy() if narrow else gradient.numpy()
     sums = torch.zeros(len(options), rows, dtype=torch.float64)
     table = sums.numpy()
     packed = []
@@ -444,8 +441,11 @@ def _inner_products_compiled(
     def task(a: int, b: int) -> None:
         # All options of a range of rows in turn: that part of the gradient is read from memory once.
         for index, stream, scales, zeros, bits, group, rounding in packed:
-            codes = _codes_of(stream[a:b], bits, cols)
-            kernel(source[a:b], codes, scales[a:b], zeros[a:b], group, rounding, table[index, a:b])
+            grid = (scales[a:b], zeros[a:b], group, rounding, table[index, a:b])
+            if narrow:
+                cpu_kernels.dot_bfloat16(source[a:b], _codes_of(stream[a:b], bits, cols), *grid)
+            else:
+                cpu_kernels.dot_float(source[a:b], stream[a:b], bits, *grid)
 
     if packed:
         cpu_kernels.over_rows(rows, cols * len(packed), task, row_bytes=cols * gradient.element_size())
