@@ -410,7 +410,10 @@ def test_header_bytes_come_from_the_files(tmp_path, make_quantized):
     read = read_run(write_run(tmp_path / "run", run))
     assert read.header_bytes == size - 40
     assert f"add up to the total of {size:,} bytes" in check_page(render_report([read])).words
-    (model / "x.safetensors").unlink()
+    # A run moved as a whole takes its checkpoint along.
+    model.rename(tmp_path / "run" / "model")
+    assert read_run(RunDirectory.open(tmp_path / "run")).header_bytes == size - 40
+    (tmp_path / "run" / "model" / "x.safetensors").unlink()
     moved = read_run(RunDirectory.open(tmp_path / "run"))
     assert moved.header_bytes is None
     words = check_page(render_report([moved])).words

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rco.backends.objective import LanguageModelObjective
-from rco.losses import Head, chunk_length
+from rco.losses import chunk_length
 
 __all__ = ["ExpertObjective"]
 
@@ -44,15 +44,5 @@ class ExpertObjective(LanguageModelObjective):
         size = chunk_length(head.vocabulary)
         overlap = hidden.new_zeros((), dtype=torch.float64)
         for mine, theirs in zip(torch.split(hidden, size), torch.split(reference, size), strict=True):
-            overlap += torch.minimum(_distribution(mine, head), _distribution(theirs, full)).double().sum()
+            overlap += torch.minimum(head.probabilities(mine), full.probabilities(theirs)).double().sum()
         return overlap / max(len(hidden), 1)
-
-
-def _distribution(hidden: Tensor, head: Head) -> Tensor:
-    logits = hidden.float() @ head.weight.float().T
-    if head.bias is not None:
-        logits = logits + head.bias.float()
-    logits = logits * head.scale
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    return torch.softmax(logits, dim=-1)

@@ -24,12 +24,13 @@ from rco.models.moe import MoELayer, moe_layers
 from rco.models.moe_gates import ExpertGates, GateMode, expert_gates
 from rco.models.moe_prune import split_keep
 from rco.models.moe_scores import collect_expert_scores
+from rco.models.moe_fisher import expert_sensitivity
 from rco.models.precision import computing_in, default_compute_dtype
 
 __all__ = ["SCORES", "ExpertPruningBackend", "PriorName", "PriorScale", "score_table"]
 
 SCORES: tuple[ScoreName, ...] = ("reap", "frequency", "mass")
-PriorName = Literal["reap", "frequency", "mass", "none"]
+PriorName = Literal["fisher", "reap", "frequency", "mass", "none"]
 PriorScale = Literal["rank", "global"]
 
 
@@ -48,7 +49,9 @@ class ExpertPruningBackend(Backend):
         min_per_layer: Fewest experts that a layer keeps, beside its router's top-k.
         locks: ``REGEX=keep`` or ``REGEX=prune`` over names of experts.
         mode: Forward pass that gradients see; candidates are always judged by the deployed one.
-        prior: Score that the initial logits are made of.
+        prior: Score that the initial logits are made of; ``fisher`` takes gradients (see
+            :mod:`rco.models.moe_fisher`), the others a forward pass.
+        sensitivity: Sequences that ``fisher`` takes, a forward and a backward pass each.
         prior_scale: ``rank`` spreads the logits by rank within a layer; ``global`` by value, comparable across
             layers.
         prior_strength: Logit of a layer's best expert (``rank``), or factor on log ratios (``global``).
@@ -76,6 +79,7 @@ class ExpertPruningBackend(Backend):
         prior: PriorName = "frequency",
         prior_scale: PriorScale = "global",
         prior_strength: float = 1.0,
+        sensitivity: int = 16,
         compute_dtype: torch.dtype | None = None,
         loss: LossKind = "kl",
         top_k: int | None = None,
@@ -90,6 +94,7 @@ class ExpertPruningBackend(Backend):
         self.uniform, self.min_per_layer, self.locks = uniform, min_per_layer, tuple(locks)
         self.mode: GateMode = mode
         self.prior_name, self.prior_scale, self.prior_strength = prior, prior_scale, prior_strength
+        self.sensitivity = sensitivity
         self.compute_dtype = compute_dtype or default_compute_dtype(loaded.device, loaded.dtype)
         self.loss_kind, self.top_k, self.batch_size = loss, top_k, batch_size
         self.checkpointing, self.on_progress = checkpointing, on_progress
@@ -118,6 +123,15 @@ class ExpertPruningBackend(Backend):
         if self._scores is None:
             found = self.collect(calibration)
             self._scores = {name: found.score(name) for name in SCORES}
+            if self.prior_name == "fisher":
+                self._scores["fisher"] = self.sensitivities(calibration.select(slice(0, self.sensitivity)))
+
+    def sensitivities(self, calibration: CalibrationSet, seed: int = 0) -> list[Tensor]:
+        """Predicted KL per token of leaving out each expert alone, for every layer."""
+        with self.gated() as gates:
+            return expert_sensitivity(
+                self.loaded, gates, self.full_head(), calibration.tokens, calibration.mask, seed=seed
+            )
 
     def collect(self, calibration: CalibrationSet) -> ExpertScores:
         """The sums behind the scores, over the tokens whose predictions count."""
@@ -158,10 +172,13 @@ class ExpertPruningBackend(Backend):
         """(N, 2) initial logits from the chosen score; None without one."""
         if self.prior_name == "none" or self.prior_strength == 0:
             return None
-        return self.prior_from(self.scores[self.prior_name])
+        return self.prior_from(self.prior_name)
 
-    def prior_from(self, scores: Sequence[Tensor]) -> Tensor:
-        """(N, 2) initial logits from a score."""
+    def prior_from(self, name: str) -> Tensor:
+        """(N, 2) initial logits from one of the scores."""
+        scores = self.scores[name]
+        if name == "fisher" and self.prior_scale == "global":
+            scores = [torch.cat(scores)]  # in nats: comparable across layers as they are
         if self.prior_scale == "rank":
             keep = prior_logits(scores, self.prior_strength)
         else:

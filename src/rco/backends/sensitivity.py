@@ -18,7 +18,7 @@ from torch import Tensor
 from rco.backends.quantization import QuantizationBackend
 from rco.core.problem import AllocationProblem
 from rco.data.calibration import CalibrationSet
-from rco.losses import Head, chunk_length, chunked_cross_entropy
+from rco.losses import chunked_cross_entropy, sample_tokens
 
 __all__ = ["curvature", "fisher_differences", "logits_from_losses", "predicted_losses"]
 
@@ -47,7 +47,7 @@ def fisher_differences(
             # Every sequence has noise of its own, so that it does not matter who draws it.
             noise = int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> 1)
             generator = torch.Generator(device=loaded.device).manual_seed(noise)
-            targets = _sample(hidden.detach()[0], full, generator)[None]
+            targets = sample_tokens(hidden.detach()[0], full, generator)[None]
             head = backend.present_head()
             loss = chunked_cross_entropy(hidden, head, targets, mask, reduction="sum")
             gradient: Tensor = torch.autograd.grad(loss, gates)[0]
@@ -114,19 +114,3 @@ def _multiplier(losses: np.ndarray, problem: AllocationProblem) -> float:
         middle = (low * high) ** 0.5 if low > 0 else high / 2
         low, high = (middle, high) if spent(middle) > budget else (low, middle)
     return high
-
-
-@torch.no_grad()
-def _sample(hidden: Tensor, head: Head, generator: torch.Generator) -> Tensor:
-    """(T,) one token per position, drawn from the model's own distribution, in chunks of tokens."""
-    step = chunk_length(head.weight.shape[0])
-    drawn = []
-    for part in torch.split(hidden, step):
-        logits = part.to(head.weight.dtype) @ head.weight.T * head.scale
-        if head.bias is not None:
-            logits = logits + head.bias
-        if head.softcap is not None:
-            logits = head.softcap * torch.tanh(logits / head.softcap)
-        p = torch.softmax(logits.float(), dim=-1)
-        drawn.append(torch.multinomial(p, 1, generator=generator)[:, 0])
-    return torch.cat(drawn)

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LOGITS_BYTES", "Head", "accumulate_outer", "chunk_length", "describe", "multiply", "project"]
+__all__ = [
+    "LOGITS_BYTES",
+    "Head",
+    "accumulate_outer",
+    "chunk_length",
+    "describe",
+    "multiply",
+    "project",
+    "sample_tokens",
+]
 
 LOGITS_BYTES = 64 * 2**20  # of one chunk's logits (twice that on a GPU); a pass holds up to four such buffers
 _SLICE_ELEMENTS = 2**21  # of a half-precision output layer that are widened at a time
@@ -57,10 +66,28 @@ class Head:
         """Whether a gradient of the head itself is wanted."""
         return self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
 
+    @torch.no_grad()
+    def probabilities(self, hidden: Tensor) -> Tensor:
+        """(tokens, vocabulary) in float32, for as many tokens as :func:`chunk_length` says at a time."""
+        logits = hidden.float() @ self.weight.float().T
+        if self.bias is not None:
+            logits += self.bias
+        logits *= self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return torch.softmax(logits, dim=-1)
+
 
 def chunk_length(vocabulary: int, dtype: torch.dtype = torch.float32, allowance: int = LOGITS_BYTES) -> int:
     """Tokens per chunk such that one chunk's logits take at most ``allowance`` bytes (at least one token)."""
     return max(1, allowance // (vocabulary * dtype.itemsize))
+
+
+def sample_tokens(hidden: Tensor, head: Head, generator: torch.Generator) -> Tensor:
+    """(tokens,) one token per hidden state (tokens, hidden), drawn from the model's own distribution."""
+    parts = torch.split(hidden, chunk_length(head.vocabulary))
+    drawn = [torch.multinomial(head.probabilities(part), 1, generator=generator)[:, 0] for part in parts]
+    return torch.cat(drawn)
 
 
 def _native_mixed(a: Tensor, b: Tensor) -> bool:

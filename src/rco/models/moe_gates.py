@@ -83,6 +83,15 @@ class ExpertGates:
         """Let a layer's experts compute with other weights than their own; None: with their own again."""
         self._gates[layer].options = options
 
+    def use_squares(self, squares: bool) -> None:
+        """Whether gates receive, instead of their gradient, the sum over tokens of the squared change.
+
+        With the log-likelihood of tokens that the model itself has drawn as the loss, that is the diagonal of the
+        Fisher information of leaving an expert out, tokens taken as independent.
+        """
+        for gates in self._gates:
+            gates.squares = squares
+
     def clear(self) -> None:
         """Keep every expert; the model computes what it computes outside the context."""
         for gates in self._gates:
@@ -147,6 +156,7 @@ class _LayerGates:
     def __init__(self, layer: MoELayer, mode: GateMode) -> None:
         self.layer = layer
         self.mode = mode
+        self.squares = False
         self.weights: ExpertWeights | None = None
         self.keep: Tensor | None = None  # booleans on the router's device; None keeps all
         self.gate: Tensor | None = None  # values on the router's device, where they carry gradient or scale
@@ -231,7 +241,8 @@ class _LayerGates:
         if differentiated and gate is not None and routing is not None and self.keep is not None:
             probes = RoutingProbes.find(self.layer.rule, routing, self.layer.correction, self.keep)
             pairs = ExpertPairs.build(indices, self.layer.num_experts, probes.tokens, probes.experts)
-            return _paired(hidden, weights, gate, option_gates, pairs, source, probes.gate_gradient)
+            wanted = probes.squared_changes if self.squares else probes.gate_gradient
+            return _paired(hidden, weights, gate, option_gates, pairs, source, wanted)
         pairs = ExpertPairs.build(indices, self.layer.num_experts)
         return _paired(hidden, weights, None, option_gates, pairs, source, None)
 

@@ -91,7 +91,15 @@ class RoutingProbes:
         return torch.cat([self.runner_experts, self.enter_experts])
 
     def gate_gradient(self, real: Tensor, probes: Tensor) -> Tensor:
-        """(experts,) gradient from ``<dL/dy, f>`` of the routing slots (tokens, top_k) and of the probes.
+        """(experts,) gradient: the sum of :meth:`changes` over tokens."""
+        return self.changes(real, probes).sum(dim=0)
+
+    def squared_changes(self, real: Tensor, probes: Tensor) -> Tensor:
+        """(experts,) sum of the squares of :meth:`changes` over tokens, in the gradient's place."""
+        return self.changes(real, probes).square().sum(dim=0)
+
+    def changes(self, real: Tensor, probes: Tensor) -> Tensor:
+        """(tokens, experts) from ``<dL/dy, f>`` of the routing slots (tokens, top_k) and of the probes.
 
         With masses r, a = <dL/dy, f> and N, D the sums over the chosen experts, the layer contributes
         ``c N / D`` to the linearised loss; flipping an expert exchanges one term of N and of D.
@@ -138,7 +146,7 @@ class RoutingProbes:
             shift = torch.where(self.keep, -shift, shift).scatter_(-1, self.indices, 0.0)
             shift[at, who] = 0.0
             changes += shift
-        return changes.sum(dim=0) * rule.scale
+        return changes * rule.scale
 
     def _denominator(self, d: Tensor, leaves: Tensor, comes: Tensor, entering: bool = False) -> Tensor:
         if self.rule.denominator == "selected":

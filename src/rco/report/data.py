@@ -143,7 +143,7 @@ def read_run(run: RunDirectory) -> RunData:
         problem=run.problem if (run.folder / "problem.json").is_file() else None,
         result=run.result if run.finished else None,
         history=[_step(record) for record in run.history()],
-        header_bytes=_header_bytes(section(metrics, "export")),
+        header_bytes=_header_bytes(section(metrics, "export"), run.folder),
     )
 
 
@@ -158,19 +158,24 @@ def _step(record: Mapping[str, Any]) -> StepRecord:
         raise ReportError(f"history.jsonl has an incomplete record {json.dumps(record)}: {error}.") from None
 
 
-def _header_bytes(export: Mapping[str, Any]) -> int | None:
-    """Bytes of all safetensors headers, from the export's own count or from the files that it names."""
+def _header_bytes(export: Mapping[str, Any], folder: Path) -> int | None:
+    """Bytes of all safetensors headers, from the export's own count or from the files that it names.
+
+    A run that was moved as a whole has its checkpoint inside, under the name it had.
+    """
     stated = integer(export, "header_bytes", "export")
     if stated is not None:
         return stated
     files = export.get("files")
     if not isinstance(files, Mapping) or "path" not in export:
         return None
+    written = Path(str(export["path"]))
+    place = written if written.is_dir() else folder / written.name
     total = 0
     for name in files:
         if str(name).endswith(".safetensors"):
             try:
-                with open(Path(str(export["path"])) / str(name), "rb") as file:
+                with open(place / str(name), "rb") as file:
                     total += 8 + int.from_bytes(file.read(8), "little")
             except FileNotFoundError:  # moved since: the page then says that headers are not itemised
                 return None

@@ -113,7 +113,7 @@ article>section:first-of-type{margin-top:48px}
 .tile{background:var(--raised);border:1px solid var(--line);border-radius:10px;padding:16px 18px}
 .tile p{margin:0}
 .tile-label{color:var(--muted);font-size:13px}
-.tile .tile-value{font-size:23px;white-space:nowrap;font-weight:620;
+.tile .tile-value{font-size:23px;text-wrap:balance;font-weight:620;
 letter-spacing:-.01em;font-variant-numeric:tabular-nums;
 margin:2px 0 6px;line-height:1.25}
 .tile-note{color:var(--muted);font-size:13px;line-height:1.45}
