@@ -5,8 +5,8 @@ import torch
 
 from rco.losses import Head
 from rco.models.loading import wrap_model
-from rco.models.moe_gates import expert_gates
 from rco.models.moe_fisher import expert_sensitivity
+from rco.models.moe_gates import expert_gates
 from rco.models.moe_tiny import TINY_MOE_NAMES, tiny_moe
 
 

@@ -21,10 +21,10 @@ from rco.losses import Head
 from rco.models.gating import checkpointed_blocks
 from rco.models.loading import LoadedModel
 from rco.models.moe import MoELayer, moe_layers
+from rco.models.moe_fisher import expert_sensitivity
 from rco.models.moe_gates import ExpertGates, GateMode, expert_gates
 from rco.models.moe_prune import split_keep
 from rco.models.moe_scores import collect_expert_scores
-from rco.models.moe_fisher import expert_sensitivity
 from rco.models.precision import computing_in, default_compute_dtype
 
 __all__ = ["SCORES", "ExpertPruningBackend", "PriorName", "PriorScale", "score_table"]
@@ -76,10 +76,10 @@ class ExpertPruningBackend(Backend):
         min_per_layer: int = 0,
         locks: Sequence[str] = (),
         mode: GateMode = "deployed",
-        prior: PriorName = "frequency",
+        prior: PriorName = "fisher",
         prior_scale: PriorScale = "global",
         prior_strength: float = 1.0,
-        sensitivity: int = 16,
+        sensitivity: int = 28,
         compute_dtype: torch.dtype | None = None,
         loss: LossKind = "kl",
         top_k: int | None = None,
@@ -121,10 +121,14 @@ class ExpertPruningBackend(Backend):
     def prepare(self, calibration: CalibrationSet) -> None:
         """Score every expert in one pass, unless scores are there."""
         if self._scores is None:
-            found = self.collect(calibration)
-            self._scores = {name: found.score(name) for name in SCORES}
-            if self.prior_name == "fisher":
-                self._scores["fisher"] = self.sensitivities(calibration.select(slice(0, self.sensitivity)))
+            self.score(calibration)
+
+    def score(self, calibration: CalibrationSet) -> None:
+        """Score every expert, also where scores of other text are there."""
+        found = self.collect(calibration)
+        self._scores = {name: found.score(name) for name in SCORES}
+        if self.prior_name == "fisher":
+            self._scores["fisher"] = self.sensitivities(calibration.select(slice(0, self.sensitivity)))
 
     def sensitivities(self, calibration: CalibrationSet, seed: int = 0) -> list[Tensor]:
         """Predicted KL per token of leaving out each expert alone, for every layer."""
@@ -177,13 +181,21 @@ class ExpertPruningBackend(Backend):
     def prior_from(self, name: str) -> Tensor:
         """(N, 2) initial logits from one of the scores."""
         scores = self.scores[name]
-        if name == "fisher" and self.prior_scale == "global":
-            scores = [torch.cat(scores)]  # in nats: comparable across layers as they are
         if self.prior_scale == "rank":
             keep = prior_logits(scores, self.prior_strength)
+        elif name == "fisher":
+            keep = sensitivity_logits(scores, self.prior_strength)
         else:
             keep = global_logits(scores, self.prior_strength)
         return torch.stack([torch.zeros_like(keep), keep], dim=1)
+
+    def curvature(self) -> Tensor | None:
+        """(N, 2, 2) second-order cost of letting an expert in or out, where sensitivities are known."""
+        if self._scores is None or "fisher" not in self._scores:
+            return None
+        cost = torch.cat(self._scores["fisher"]).double()
+        none = torch.zeros_like(cost)
+        return torch.stack([none, cost, cost, none], dim=1).reshape(-1, 2, 2)
 
     # --------------------------------------------------------------- the model
 
@@ -241,6 +253,7 @@ class ExpertPruningBackend(Backend):
                     top_k=self.top_k,
                     selection=held_back,
                     group_blocks=self.blocks.tolist(),
+                    curvature=None if held_back is None else self.curvature(),
                 )
 
             held_back = None
@@ -278,16 +291,29 @@ class ExpertPruningBackend(Backend):
             yield self.loaded
 
 
+# Logits are cut at this many units either way, so that an expert that no token visits can still be brought back.
+_FARTHEST = 4.0
+
+
 def global_logits(scores: Sequence[Tensor], strength: float) -> Tensor:
     """(all experts,) keep logits: ``strength`` times the logarithm of a score relative to its layer's mean.
 
-    Experts of different layers compare by how far above or below their layer's mean they are. Ratios are cut at
-    a factor of e^4 either way, so that an expert that no token visits can still be brought back.
+    Experts of different layers compare by how far above or below their layer's mean they are.
     """
+    return torch.cat([_log_ratios(values, values.double().mean(), strength) for values in scores])
+
+
+def sensitivity_logits(scores: Sequence[Tensor], strength: float) -> Tensor:
+    """(all experts,) keep logits from sensitivities, which compare across layers as they are.
+
+    ``strength`` times the logarithm relative to the median over the model.
+    """
+    values = torch.cat(list(scores))
+    return _log_ratios(values, values.double().median(), strength)
+
+
+def _log_ratios(values: Tensor, middle: Tensor, strength: float) -> Tensor:
     if not strength >= 0:
         raise ValueError(f"strength must not be negative, got {strength}")
-    parts = []
-    for values in scores:
-        relative = values.double() / values.double().mean().clamp(min=torch.finfo(torch.float64).tiny)
-        parts.append(relative.clamp(min=1e-12).log().clamp(-4.0, 4.0))
-    return torch.cat(parts) * strength
+    relative = values.double() / middle.clamp(min=torch.finfo(torch.float64).tiny)
+    return relative.clamp(min=1e-12).log().clamp(-_FARTHEST, _FARTHEST) * strength

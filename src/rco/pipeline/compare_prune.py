@@ -15,7 +15,7 @@ from rco.backends.expert_pruning import SCORES, ExpertPruningBackend, score_tabl
 from rco.baselines.harness import BudgetedSearch
 from rco.core.result import SearchResult
 from rco.core.search import GumbelSearch
-from rco.data.calibration import DataSplits
+from rco.data.calibration import CalibrationSet, DataSplits
 from rco.pipeline.common import build_data, make_searcher, open_run, run_folder, search_settings
 from rco.pipeline.compare import Comparison, parse_methods, run_comparison, seeds_of
 from rco.pipeline.configs import ComparePruneConfig
@@ -27,6 +27,7 @@ __all__ = ["PruneContest", "compare_pruning", "default_tokens", "resolve_method"
 
 # Shares of an allowance that a gradient search leaves for the choice among candidates, and for refinement.
 _CHOICE, _REFINE = 0.15, 0.2
+_SENSITIVITY = 0.3  # likewise, most for the sensitivities that it starts from
 _FEW_STEPS = 20
 _SHORT = 400  # evaluations below which nothing is left for refinement
 _OVERSHOOT = (
@@ -105,6 +106,8 @@ class PruneContest:
         data, _ = self.prepare(seed)
         entrant = resolve_method(method)
         allowance = tokens // self.tokens_per_batch
+        spent = self._sense(entrant, data.search, seed, allowance)
+        allowance -= 3 * spent
         searcher, selection = self._searcher(entrant, seed, allowance, len(data.selection))
         backend = self.planned.backend
         with ExitStack() as stack:
@@ -114,13 +117,27 @@ class PruneContest:
             result: SearchResult = searcher.search(
                 self.planned.problem, objective, prior=self._prior(backend, entrant, searcher)
             )
-        return result
+        return dataclasses.replace(
+            result, forwards=result.forwards + spent, backwards=result.backwards + spent
+        )
+
+    def _sense(self, entrant: Entrant, data: CalibrationSet, seed: int, allowance: int) -> int:
+        """Take the gradients behind a prior of sensitivities; returns the batches that they took."""
+        cls = tables.load(tables.METHODS, entrant.method, "method")
+        backend = self.planned.backend
+        backend.scores.pop("fisher", None)  # another search's, with its own allowance
+        if not issubclass(cls, GumbelSearch) or (entrant.score or backend.prior_name) != "fisher":
+            return 0
+        most = max(int(_SENSITIVITY * allowance / 3), 1) * self.config.batch_size
+        count = min(self.config.sensitivity, most, len(data))
+        backend.scores["fisher"] = backend.sensitivities(data.select(slice(0, count)), seed)
+        return -(-count // self.config.batch_size)
 
     def _prior(self, backend: ExpertPruningBackend, entrant: Entrant, searcher: Any) -> Tensor | None:
         if isinstance(searcher, GumbelSearch):
             if entrant.score is None:
                 return backend.prior()
-            return backend.prior_from(backend.scores[entrant.score])
+            return backend.prior_from(entrant.score)
         # Baselines take scores as they are; EvoESAP's order within a layer is REAP's, as published.
         return score_table(backend.scores[entrant.score or "reap"])
 

@@ -234,6 +234,7 @@ class PruneConfig(CompressConfig):
         False, help="Fill layers to one count with experts that never win the router.", panel="Output"
     )
 
+    sensitivity: int = setting(28, help="Of the sequences, those for --prior fisher.", panel="Data")
     evaluation: int = setting(48, help="Sequences that judge the result.", panel="Data")
     length: int = setting(256, help="Tokens per sequence.", panel="Data")
     by_domain: bool = setting(
@@ -241,8 +242,8 @@ class PruneConfig(CompressConfig):
     )
 
     steps: int = setting(50, help="Optimizer steps.", panel="Search")
-    prior: Literal["reap", "frequency", "mass", "none"] = setting(
-        "frequency", help="Score behind the initial logits.", panel="Search"
+    prior: Literal["fisher", "reap", "frequency", "mass", "none"] = setting(
+        "fisher", help="Score behind the initial logits.", panel="Search"
     )
     prior_scale: Literal["rank", "global"] = setting(
         "global", help="Initial logits by rank within a layer, or by value across layers.", panel="Search"

@@ -92,6 +92,7 @@ def plan_pruning(config: PruneConfig, progress: Progress | None = None) -> Plann
         prior=config.prior,
         prior_scale=config.prior_scale,
         prior_strength=config.prior_strength,
+        sensitivity=config.sensitivity,
         loss=config.loss,
         top_k=config.top_k or None,
         batch_size=config.batch_size,
@@ -174,8 +175,7 @@ def _by_domain(
         for position, domain in enumerate(domains):
             if domain not in measured:
                 own = build_data(config, planned.loaded.tokenizer, spec=domain)
-                found = backend.collect(own.search)
-                backend.set_scores({name: list(found.score(name)) for name in shared})  # type: ignore[arg-type]
+                backend.score(own.search)
                 searcher = make_searcher(config.searcher, search_settings(config))
                 with backend.objective(own.search, own.selection) as objective:
                     result = searcher.search(planned.problem, objective, prior=backend.prior())
