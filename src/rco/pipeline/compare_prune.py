@@ -27,13 +27,17 @@ __all__ = ["PruneContest", "compare_pruning", "default_tokens", "resolve_method"
 
 # Shares of an allowance that a gradient search leaves for the choice among candidates, and for refinement.
 _CHOICE, _REFINE = 0.15, 0.2
-_SENSITIVITY = 0.3  # likewise, most for the sensitivities that it starts from
+# Likewise, most for the sensitivities that it starts from: of a long search, and of a short one.
+_SENSITIVITY, _SENSITIVITY_SHORT = 0.2, 0.6
 _FEW_STEPS = 20
-_SHORT = 400  # evaluations below which nothing is left for refinement
+_SHORT = (
+    400  # evaluations below which nothing is left for refinement, nor for steps where sensitivities are known
+)
 _OVERSHOOT = (
     5  # passes that a refinement may take beyond its own allowance: a gradient, and its last proposal
 )
 _CANDIDATES = 7  # most that a gradient search compares at its end
+_START_CANDIDATES = 2  # that it has before its first step: the prior's knapsack and the uniform assignment
 # From all experts down is the direction that pruning goes; up from too few for the router is none.
 _ALIASES = {"greedy": "greedy-down"}
 _BY_ACCEPTANCE = "evoesap-acceptance"
@@ -79,6 +83,8 @@ def resolve_method(name: str) -> Entrant:
 def default_tokens(config: ComparePruneConfig) -> int:
     """What RCO forwards with the given settings, a backward counted as two."""
     evaluations = 3 * config.steps * config.samples + config.selection * (_CANDIDATES + config.refine)
+    if config.prior == "fisher":
+        evaluations += 3 * config.sensitivity
     return evaluations * config.batch_size * config.length
 
 
@@ -106,9 +112,14 @@ class PruneContest:
         data, _ = self.prepare(seed)
         entrant = resolve_method(method)
         allowance = tokens // self.tokens_per_batch
-        spent = self._sense(entrant, data.search, seed, allowance)
-        allowance -= 3 * spent
-        searcher, selection = self._searcher(entrant, seed, allowance, len(data.selection))
+        sensed = self._sense(entrant, data.search, seed, allowance)
+        if sensed and allowance < _SHORT:
+            left = (allowance - 3 * sensed) // _START_CANDIDATES
+            selection = min(len(data.selection), max(left, 1) * self.config.batch_size)
+            settings = {**search_settings(self.config), "steps": 0, "refine": 0, "seed": seed}
+            searcher = make_searcher(entrant.method, settings)
+        else:
+            searcher, selection = self._searcher(entrant, seed, allowance - 3 * sensed, len(data.selection))
         backend = self.planned.backend
         with ExitStack() as stack:
             objective = stack.enter_context(
@@ -118,7 +129,7 @@ class PruneContest:
                 self.planned.problem, objective, prior=self._prior(backend, entrant, searcher)
             )
         return dataclasses.replace(
-            result, forwards=result.forwards + spent, backwards=result.backwards + spent
+            result, forwards=result.forwards + sensed, backwards=result.backwards + sensed
         )
 
     def _sense(self, entrant: Entrant, data: CalibrationSet, seed: int, allowance: int) -> int:
@@ -128,7 +139,8 @@ class PruneContest:
         backend.scores.pop("fisher", None)  # another search's, with its own allowance
         if not issubclass(cls, GumbelSearch) or (entrant.score or backend.prior_name) != "fisher":
             return 0
-        most = max(int(_SENSITIVITY * allowance / 3), 1) * self.config.batch_size
+        share = _SENSITIVITY_SHORT if allowance < _SHORT else _SENSITIVITY
+        most = max(int(share * allowance / 3), 1) * self.config.batch_size
         count = min(self.config.sensitivity, most, len(data))
         backend.scores["fisher"] = backend.sensitivities(data.select(slice(0, count)), seed)
         return -(-count // self.config.batch_size)

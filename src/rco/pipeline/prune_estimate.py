@@ -28,6 +28,7 @@ def estimate_pruning(backend: ExpertPruningBackend, config: PruneConfig) -> Esti
         3 * config.steps * config.samples * config.batch_size
         + config.selection * (6 + config.refine)
         + 3 * sequences
+        + 3 * config.sensitivity * (config.prior == "fisher")
         + 7 * config.evaluation
     ) * config.length
     searches = 1 + 3 * config.by_domain

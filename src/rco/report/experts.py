@@ -154,7 +154,7 @@ def layer_table(layers: Sequence[MoeLayer]) -> Markup:
 
 
 def _score_name(name: str) -> str:
-    return "REAP" if name == "reap" else name.replace("_", " ")
+    return {"reap": "REAP", "fisher": "sensitivity"}.get(name, name.replace("_", " "))
 
 
 def domain_matrix(by_domain: Mapping[str, Any]) -> Markup:
