@@ -6,7 +6,7 @@
     python benchmarks/expert_pruning.py document
 
 Every search may forward the same number of tokens (a backward pass counts as two), "@0.1" a tenth of that;
-"rco:scale" takes the other kind of gates. Data, scores and noise of a seed are its own. A run is made of
+"rco:gates=scale" changes a setting. Data, scores and noise of a seed are its own. A run is made of
 independent parts (model, fraction, seed, method), spread over processes; each is one line of the file given by
 --parts as soon as it is done, and what that file holds is not run again. ``merge`` makes one
 results/expert_pruning_MODEL.json per model, ``document`` writes the tables into docs/expert_pruning.md.
@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parent / "results"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "expert_pruning.md"
 DOMAINS = "en_prose,python_code,tech_docs,math_latex,de_law,fr_novels,dialogue"
 METHODS = (
-    "rco,rco:scale,evoesap,evoesap-acceptance,greedy,rco@0.1,"
+    "rco,rco:gates=scale,evoesap,evoesap-acceptance,greedy,rco@0.1,"
     "reap,reap-global,frequency,frequency-global,mass-global,random-pick"
 )
 # What a part costs in units of a whole search, so that long ones begin first.
@@ -50,13 +50,16 @@ class Part:
 
     @property
     def method(self):
-        """(method, share of the tokens, gates) of a label such as ``rco:scale@0.1``."""
+        """(method, share of the tokens, settings) of a label such as ``rco:gates=scale:lr=0.03@0.1``."""
         from rco.pipeline.compare import parse_methods
+        from rco.pipeline.configs import ComparePruneConfig
 
         named, _, share = self.label.partition("@")
-        name, _, gates = named.partition(":")
+        name, *options = named.split(":")
         ((_, name, share),) = parse_methods(f"{name}@{share}" if share else name)
-        return name, share, gates or None
+        types = {field.name: type(field.default) for field in dataclasses.fields(ComparePruneConfig)}
+        pairs = (option.split("=") for option in options)
+        return name, share, tuple((key, types[key](value)) for key, value in pairs)
 
     @property
     def cost(self):
@@ -124,12 +127,12 @@ def start_worker(threads):
 
 
 @functools.lru_cache(maxsize=1)
-def contest_of(settings, model, experts):
+def contest_of(settings, model, experts, changed):
     """The problem of a part, kept for the parts that follow."""
     from rco.pipeline.compare_prune import PruneContest
     from rco.pipeline.prune import plan_pruning
 
-    config = settings.config(model, experts)
+    config = dataclasses.replace(settings.config(model, experts), **dict(changed))
     return PruneContest(config, plan_pruning(config))
 
 
@@ -138,15 +141,9 @@ def run_part(settings, part):
     from rco.pipeline.compare import measured
 
     began = time.perf_counter()
-    contest = contest_of(settings, part.model, part.experts)
-    name, share, gates = part.method
-    backend = contest.planned.backend
-    usual = backend.mode
-    backend.mode = gates or usual
-    try:
-        result = contest.run(name, part.seed, int(share * contest.tokens))
-    finally:
-        backend.mode = usual
+    name, share, changed = part.method
+    contest = contest_of(settings, part.model, part.experts, changed)
+    result = contest.run(name, part.seed, int(share * contest.tokens))
     entry = short_names(measured(contest, part.label, part.seed, result))
     return {"key": part.key, "entry": entry, "wall_seconds": time.perf_counter() - began}
 
@@ -270,7 +267,7 @@ def document(_):
                 for row in table["rows"]
             ]
             results.append("")
-            for first, other in (("rco", "rco:scale"), ("rco:deployed", "rco")):
+            for first, other in (("rco", "rco:gates=scale"), ("rco:gates=deployed", "rco")):
                 if first in by_label and other in by_label:
                     pair = [by_label[first], by_label[other]]
                     cells = " | ".join(f"{row['kl']:.4f} ± {row['kl_std']:.4f}" for row in pair)
@@ -304,8 +301,8 @@ def main():
     runs.add_argument("--seeds", type=int, default=5)
     runs.add_argument("--evaluations", type=int, default=800, help="sequences that a search may forward")
     runs.add_argument("--length", type=int, default=128)
-    runs.add_argument("--sequences", type=int, default=56)
-    runs.add_argument("--selection", type=int, default=14)
+    runs.add_argument("--sequences", type=int, default=112)
+    runs.add_argument("--selection", type=int, default=28)
     runs.add_argument("--evaluation", type=int, default=84)
     runs.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     runs.add_argument("--threads", type=int, default=1, help="threads of each process")
