@@ -3,7 +3,8 @@
     PYTHONPATH=src python benchmarks/gpu_session.py OUT [part ...]
 
 Writes one JSON file per part into OUT as soon as the part is done, so that a session that is cut short keeps what
-it has. Parts: tests, kernels, gptq, jobs, step, olmoe, memory, 30b, short, steps50; all but the last two by default.
+it has. Parts: tests, kernels, gptq, jobs, step, olmoe, memory, 30b, short, steps50; all but the last two by
+default.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def serves(tensor: Tensor, options: Sequence[Option]) -> bool:
 def decode(weight: PackedWeight, out: Tensor) -> None:
     """Write the decoded matrix to ``out``."""
     operand = _operand(weight)
-    regular = triton_bfloat16.serves(out, [operand], weight.group_size)
+    regular = triton_bfloat16.decodes(out, operand, weight.group_size)
     (triton_bfloat16 if regular else triton_kernels).decode(operand, weight.group_size, out)
 
 
@@ -54,7 +54,7 @@ def inner_products(gradient: Tensor, options: Sequence[Option], parts: int) -> T
     total: Tensor | None = None
     for group, members in by_group.items():
         operands = [operand for _, operand in members]
-        regular = triton_bfloat16.serves(gradient, operands, group)
+        regular = triton_bfloat16.multiplies(gradient, operands, group)
         kernels = triton_bfloat16 if regular else triton_kernels
         found: Tensor = kernels.inner_products(gradient, operands, group, parts)
         if len(members) == len(options):

@@ -1,9 +1,9 @@
 """The GPU kernels of :mod:`rco.compressors.triton_kernels` for what a search meets: bfloat16, regular shapes.
 
-Where columns fill whole segments of 128, the matrix is one flat run of segments and needs no rows, columns or
-masks. Two codes at a time are written into the low bits of a pair of bfloat16 numbers 128 + code, so that one
-subtraction and one product decode both, rounded exactly as a checkpoint decodes; that is half of the instructions
-that float32 takes, and these kernels are bound by instructions as much as by memory.
+Where rows and groups are whole runs of columns (of 128 to decode, of 32 to meet a gradient), the matrix is one flat
+run and needs no rows, columns or masks. Two codes at a time are written into the low bits of a pair of bfloat16
+numbers 128 + code, so that one subtraction and one product decode both, rounded exactly as a checkpoint decodes.
+That takes half of float32's instructions, and these kernels are bound by instructions as much as by memory.
 
 To decode, a thread takes eight neighbouring columns (an *octet*, ``bits`` bytes of codes), which it writes in one
 go. To meet options with a gradient it takes 32 (a *unit*, ``bits`` whole words), whose codes lie at fixed places in
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rco.compressors.triton_kernels import DENSE, Operand, multiprocessors
 
-__all__ = ["decode", "inner_products", "serves"]
+__all__ = ["decode", "decodes", "inner_products", "multiplies"]
 
 SEGMENT = 128
 _OCTETS = SEGMENT // 8
@@ -269,13 +269,28 @@ def _inner_products_kernel(
         tl.store(target + k, tl.sum(sums[k], axis=0))
 
 
-def serves(tensor: Tensor, operands: Sequence[Operand], group: int) -> bool:
-    """Whether a bfloat16 matrix (gradient or decoded weight) and its options are of regular shape."""
+def decodes(out: Tensor, operand: Operand, group: int) -> bool:
+    """Whether :func:`decode` takes this matrix."""
+    return _regular(out, [operand], group, SEGMENT)
+
+
+def multiplies(gradient: Tensor, operands: Sequence[Operand], group: int) -> bool:
+    """Whether :func:`inner_products` takes this gradient and its options."""
+    return _regular(gradient, operands, group, _UNIT)
+
+
+def _regular(tensor: Tensor, operands: Sequence[Operand], group: int, run: int) -> bool:
+    """Whether all is bfloat16, and rows and groups are whole runs of columns."""
     rows, cols = tensor.shape
-    regular = cols % SEGMENT == 0 and (group % SEGMENT == 0 or group >= cols) and rows * cols < 2**37
-    return regular and all(
-        part.dtype == torch.bfloat16 and part.is_contiguous() and part.data_ptr() % 16 == 0
-        for part in (tensor, *(o.codes if o.bits == DENSE else o.scales for o in operands))
+    whole = cols % run == 0 and (group >= cols or (group % run == 0 and cols % group == 0))
+    # Counts of runs are 32 bits wide.
+    return (
+        whole
+        and rows * cols // 8 < 2**31
+        and all(
+            part.dtype == torch.bfloat16 and part.is_contiguous() and part.data_ptr() % 16 == 0
+            for part in (tensor, *(o.codes if o.bits == DENSE else o.scales for o in operands))
+        )
     )
 
 
