@@ -191,7 +191,7 @@ def run_part(settings, model, bits, seed, method):
     import numpy as np
 
     from rco.backends.sensitivity import curvature, fisher_differences, logits_from_losses, predicted_losses
-    from rco.pipeline.common import make_searcher
+    from rco.pipeline.common import make_searcher, search_settings
     from rco.pipeline.judge import Judge
 
     began = time.perf_counter()
@@ -199,7 +199,7 @@ def run_part(settings, model, bits, seed, method):
     planned, data = _candidates(settings, config)
     backend, problem = planned.backend, planned.problem
     if method in ONLY:
-        planned, backend, problem = _only(planned, ONLY[method])
+        problem = _restrict(backend, planned.budget, ONLY[method])
     forwards = backwards = 0
     chosen_from, candidates = method, {}
     if method.startswith("uniform"):
@@ -216,8 +216,7 @@ def run_part(settings, model, bits, seed, method):
             differences = fisher_differences(backend, part, seed=seed)
             backend.curvature = curvature(differences)
             prior = logits_from_losses(predicted_losses(differences), problem, config.prior_strength)
-        described = {name: getattr(config, name) for name in ("steps", "samples", "lr", "refine", "seed")}
-        searcher = make_searcher(config.searcher, {**described, "tau": tuple(config.tau)})
+        searcher = make_searcher(config.searcher, search_settings(config))
         with backend.objective(data.search, data.selection) as objective:
             if table is not None:
                 objective.layer_errors = table
@@ -253,21 +252,19 @@ def run_part(settings, model, bits, seed, method):
     }
 
 
-def _only(planned, width):
-    """The same plan with experts that are either pruned or at one width."""
+def _restrict(backend, budget, width):
+    """Let experts be either pruned or at one width; the problem that this leaves."""
     from rco.backends.plan import PRUNED
 
-    plan = planned.backend.plan
     groups = tuple(
         dataclasses.replace(group, widths=tuple(w for w in group.widths if w in (PRUNED, width)))
         if group.members[0].role == "experts"
         else group
-        for group in plan.groups
+        for group in backend.plan.groups
     )
-    backend = planned.backend
-    backend.plan = dataclasses.replace(plan, groups=groups)
+    backend.plan = dataclasses.replace(backend.plan, groups=groups)
     backend._costs.clear()
-    return dataclasses.replace(planned, plan=backend.plan), backend, backend.problem(planned.budget)
+    return backend.problem(budget)
 
 
 def read_parts(path):
