@@ -8,7 +8,7 @@
 Methods, all from the same GPTQ candidates of a seed (widths 2 to 8):
 
 * ``rco*``: a width per expert, attention at 16 bits, bits counted over experts alone (the paper's accounting);
-* ``rco``: attention searched too (2 to 8 and 16 bits), at the same total bits;
+* ``rco``: attention searched too, every group at 2 to 8 or 16 bits, at the same bytes of the checkpoint;
 * ``rco*-projection``: as ``rco*`` with gate and up tied and down free, which is MxMoE's search space;
 * ``mxmoe``: layer-output sensitivities and one integer program per layer, in that space;
 * ``uniform2``, ``uniform3``, ``uniform4``: the same width for every expert, attention at 16 bits;
@@ -50,7 +50,7 @@ PLANS = {
     "prune4": {"lock": ATTENTION, "allow_prune": True},
     "bits+prune": {"lock": ATTENTION, "allow_prune": True},
 }
-EQUAL_BYTES = ("prune16", "prune4", "bits+prune")
+EQUAL_BYTES = ("rco", "prune16", "prune4", "bits+prune")
 ONLY = {"prune16": 16, "prune4": 4}  # the one width beside none
 
 
@@ -88,8 +88,6 @@ class Settings:
         if method in EQUAL_BYTES:
             described["size"] = str(self.bytes_of(model, bits, seed))
             del described["bits"]
-        elif method == "rco":
-            described["bits"] = str(self.total_bits(model, bits, seed))
         return QuantizeConfig(
             model=model,
             data=files("calibration") if self.text else "builtin",
@@ -134,15 +132,6 @@ class Settings:
         # Bytes are linear in the width: scales and headers do not depend on it.
         share = (Fraction(bits) - Fraction(low)) / (Fraction(high) - Fraction(low))
         return int(size.fixed + ends[0] + share * (ends[1] - ends[0]))
-
-    def total_bits(self, model, bits, seed):
-        """The average over everything at which total bits are those of ``rco*``."""
-        backend = self.base(model, bits, seed).backend
-        linears = backend.plan.linears
-        experts = sum(i.parameters for i in linears if i.role in ("experts", "shared_expert"))
-        total = sum(i.parameters for i in linears)
-        width = 8 * backend.loaded.dtype.itemsize
-        return Fraction(Fraction(bits) * experts + width * (total - experts), total)
 
     def header(self):
         """The first line of a file of parts; paths are left out."""

@@ -55,6 +55,44 @@ def smollm():
     return [*lines, ""]
 
 
+def experts():
+    found = [data for data in (load("moe_precision_tiny_moe"), load("moe_precision_lab_moe")) if data]
+    if not found:
+        return []
+    lines = [
+        "**Widths of experts**: KL to the full model on evaluation text, mean ± standard deviation over seeds, all",
+        "from the same candidates (`python benchmarks/moe_precision.py`; what the methods are: "
+        "[docs/expert_widths.md](docs/expert_widths.md)).",
+        "",
+    ]
+    for data in found:
+        budgets = sorted({row["bits"] for row in data["table"] if not row["method"].startswith("uniform")})
+        shown = {
+            (row["method"], row["bits"]): f"{row['kl']:.4f} ± {row['kl_std']:.4f}" for row in data["table"]
+        }
+        uniform = [
+            f"{row['method'][7:]} bits {row['kl']:.4f}" for row in data["table"] if "uniform" in row["method"]
+        ]
+        lines += [
+            f"| {data['model']}, expert bits | {' | '.join(budgets)} |",
+            "|---|" + "---|" * len(budgets),
+        ]
+        for method in dict.fromkeys(method for method, _ in shown if not method.startswith("uniform")):
+            cells = [shown.get((method, bits), "") for bits in budgets]
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+        lines += ["", f"Uniform: {', '.join(uniform)}.", ""]
+    step = load("moe_step")
+    if step:
+        ratios = ", ".join(
+            f"{row['ratio']:.2f} ({row['model']}, {row['length']} tokens)" for row in step["rows"]
+        )
+        lines += [
+            f"A search step takes {ratios} times a plain forward and backward pass in the same process.",
+            "",
+        ]
+    return lines
+
+
 def solver():
     data = load("solver")
     if data is None:
@@ -135,7 +173,9 @@ def ablations():
 def main():
     path = ROOT / "README.md"
     text = path.read_text(encoding="utf-8")
-    body = "\n".join([*quality(), *smollm(), *solver(), *knapsack_study(), *memory(), *ablations()])
+    body = "\n".join(
+        [*quality(), *smollm(), *experts(), *solver(), *knapsack_study(), *memory(), *ablations()]
+    )
     filled = re.sub(
         r"<!-- measured: begin -->.*?<!-- measured: end -->",
         lambda _: f"<!-- measured: begin -->\n{body}\n<!-- measured: end -->",
