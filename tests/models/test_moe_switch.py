@@ -6,7 +6,8 @@ import torch
 from torch.func import functional_call
 
 from rco.compressors.grid import Grid, round_to_nearest
-from rco.compressors.packing import decode_segments, inner_products, stack_rows
+from rco.compressors.packing import inner_products
+from rco.compressors.stacks import decode_segments, stack_rows
 from rco.models.moe import moe_layers
 from rco.models.moe_linears import original_stacks
 from rco.models.moe_switch import ExpertOptions, switchable_experts

@@ -11,7 +11,8 @@ from torch import Tensor
 from rco.backends.plan import PRUNED, QuantizationPlan
 from rco.compressors.gptq import gptq
 from rco.compressors.grid import Grid, round_to_nearest
-from rco.compressors.packing import PackedWeight, stack_rows
+from rco.compressors.packing import PackedWeight
+from rco.compressors.stacks import stack_rows
 from rco.models.layout import LinearInfo
 from rco.models.moe import MoELayer
 from rco.models.moe_hessians import ExpertHessians

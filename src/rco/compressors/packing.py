@@ -23,19 +23,19 @@ from torch import Tensor
 from rco.compressors import cpu_kernels
 
 __all__ = [
+    "ROUNDING",
     "PackedWeight",
-    "decode_segments",
+    "compiled_operands",
     "inner_products",
     "on_compiled_path",
     "on_triton_path",
     "pack",
     "packed_words",
-    "stack_rows",
     "unpack",
 ]
 
 _STORAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_ROUNDING = {torch.bfloat16: cpu_kernels.ROUND_BFLOAT16, torch.float16: cpu_kernels.ROUND_HALF}
+ROUNDING = {torch.bfloat16: cpu_kernels.ROUND_BFLOAT16, torch.float16: cpu_kernels.ROUND_HALF}
 _CHUNK_ELEMENTS = 1 << 22
 
 
@@ -227,27 +227,12 @@ class PackedWeight:
         return inner_products(gradient, [self])[0]
 
     def rows(self, start: int, stop: int) -> PackedWeight:
-        """Some rows, sharing memory: one matrix of several that were stacked by :func:`stack_rows`."""
+        """Some rows, sharing memory: one matrix of several that were stacked."""
         zeros = None if self.zeros is None else self.zeros[start:stop]
         shape = (len(range(self.shape[0])[start:stop]), self.shape[1])
         return replace(
             self, packed=self.packed[start:stop], scales=self.scales[start:stop], zeros=zeros, shape=shape
         )
-
-
-def stack_rows(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """Matrices of one scheme and row length as one, the rows of the first on top."""
-    first = weights[0]
-    if len({(w.bits, w.group_size, w.shape[1], w.zeros is None) for w in weights}) > 1:
-        raise ValueError("Only weights of one width, group size and row length can be stacked.")
-    zeros = None if first.zeros is None else torch.cat([w.zeros for w in weights if w.zeros is not None])
-    return replace(
-        first,
-        packed=torch.cat([w.packed for w in weights]),
-        scales=torch.cat([w.scales for w in weights]),
-        zeros=zeros,
-        shape=(sum(w.shape[0] for w in weights), first.shape[1]),
-    )
 
 
 def inner_products(
@@ -293,52 +278,6 @@ def _inner_products_by_kernel(
     return gpu.inner_products(gradient, options, segments) if gpu.serves(gradient, options) else None
 
 
-def decode_segments(
-    options: Sequence[PackedWeight | Tensor], choices: NDArray[np.int64], out: Tensor
-) -> Tensor:
-    """Decode a stack of matrices, each at the option chosen for it; one pass per option, not per matrix.
-
-    Args:
-        options: K versions of the same stack, (segments x rows, in), packed or dense.
-        choices: (segments,) option of every matrix of the stack.
-        out: (segments x rows, in), contiguous; written to.
-    """
-    segments, rows = len(choices), out.shape[0] // len(choices)
-    direct = on_compiled_path(out) and out.dtype in (torch.float32, torch.float64)
-    for k in np.unique(choices).tolist():
-        option, chosen = options[k], np.flatnonzero(choices == k)
-        if direct and isinstance(option, PackedWeight):
-            wanted = (chosen[:, None] * rows + np.arange(rows)).reshape(-1)
-            _decode_compiled_at(option, wanted, out)
-            continue
-        target = out.view(segments, rows, -1)
-        if isinstance(option, Tensor):
-            places = torch.from_numpy(chosen).to(out.device)
-            target[places] = option.view(segments, rows, -1)[places].to(out.dtype)
-        elif len(chosen) == segments:
-            option.dequantize(out=out)
-        else:
-            places = torch.from_numpy(chosen).to(out.device)
-            taken = _segments_of(option, places, segments)
-            target[places] = taken.dequantize(out.dtype).view(len(chosen), rows, -1)
-    return out
-
-
-def _segments_of(weight: PackedWeight, places: Tensor, segments: int) -> PackedWeight:
-    def pick(part: Tensor) -> Tensor:
-        return part.view(segments, -1, part.shape[1])[places].flatten(0, 1)
-
-    zeros = None if weight.zeros is None else pick(weight.zeros)
-    packed = pick(weight.packed)
-    return replace(
-        weight,
-        packed=packed,
-        scales=pick(weight.scales),
-        zeros=zeros,
-        shape=(packed.shape[0], weight.shape[1]),
-    )
-
-
 def _decode_rows(weight: PackedWeight, start: int, stop: int) -> Tensor:
     """Rows of the decoded matrix in the scales' type, with torch operations only."""
     cols, group = weight.shape[1], weight.group_size
@@ -374,7 +313,7 @@ def _inner_products_torch(
     return total.view(len(options), segments, -1).sum(dim=2)
 
 
-def _operands(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
+def compiled_operands(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     """Byte stream, scales in a type that compiled code knows, and explicit zero points."""
     scales = weight.scales.contiguous()
     if scales.dtype not in (torch.float32, torch.float64):
@@ -392,33 +331,19 @@ def _codes_of(stream: NDArray[np.uint8], bits: int, cols: int) -> NDArray[np.uin
 
 
 def _decode_compiled(weight: PackedWeight, out: Tensor) -> None:
-    stream, scales, zeros = (t.detach().numpy() for t in _operands(weight))
+    stream, scales, zeros = (t.detach().numpy() for t in compiled_operands(weight))
     kernel: Any = cpu_kernels.decode_float
     target = out.detach()
     if out.dtype == torch.bfloat16:
         kernel, target = cpu_kernels.decode_bfloat16, target.view(torch.uint16)
     values = target.numpy()
-    rounding = _ROUNDING.get(weight.scales.dtype, cpu_kernels.ROUND_NONE)
+    rounding = ROUNDING.get(weight.scales.dtype, cpu_kernels.ROUND_NONE)
 
     def task(a: int, b: int) -> None:
         codes = _codes_of(stream[a:b], weight.bits, weight.shape[1])
         kernel(codes, scales[a:b], zeros[a:b], weight.group_size, rounding, values[a:b])
 
     cpu_kernels.over_rows(*weight.shape, task, row_bytes=weight.shape[1] * out.element_size())
-
-
-def _decode_compiled_at(weight: PackedWeight, rows: NDArray[np.int64], out: Tensor) -> None:
-    """Decode some rows, each to its own place."""
-    stream, scales, zeros = (t.detach().numpy() for t in _operands(weight))
-    values = out.detach().numpy()
-    rounding = _ROUNDING.get(weight.scales.dtype, cpu_kernels.ROUND_NONE)
-
-    def task(a: int, b: int) -> None:
-        cpu_kernels.decode_float_at(
-            stream, weight.bits, scales, zeros, weight.group_size, rounding, rows[a:b], values
-        )
-
-    cpu_kernels.over_rows(len(rows), weight.shape[1], task)
 
 
 def _inner_products_compiled(
@@ -434,8 +359,8 @@ def _inner_products_compiled(
     packed = []
     for index, option in enumerate(options):
         if isinstance(option, PackedWeight):
-            stream, scales, zeros = (t.detach().numpy() for t in _operands(option))
-            rounding = _ROUNDING.get(option.scales.dtype, cpu_kernels.ROUND_NONE)
+            stream, scales, zeros = (t.detach().numpy() for t in compiled_operands(option))
+            rounding = ROUNDING.get(option.scales.dtype, cpu_kernels.ROUND_NONE)
             packed.append((index, stream, scales, zeros, option.bits, option.group_size, rounding))
 
     def task(a: int, b: int) -> None:

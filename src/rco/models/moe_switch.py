@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rco.compressors.packing import PackedWeight, decode_segments, inner_products
+from rco.compressors.packing import PackedWeight, inner_products
+from rco.compressors.stacks import decode_segments
 from rco.compressors.switchable import WeightBuffer
 from rco.models.moe import MoELayer
 from rco.models.moe_experts import ExpertWeights, expert_weights

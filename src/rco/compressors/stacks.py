@@ -1,0 +1,94 @@
+"""Matrices of one shape and scheme below each other in one packed weight: the experts of a layer.
+
+What is done to a whole stack takes one pass per option, however many matrices it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rco.compressors import cpu_kernels
+from rco.compressors.packing import ROUNDING, PackedWeight, compiled_operands, on_compiled_path
+
+__all__ = ["decode_segments", "stack_rows"]
+
+
+def stack_rows(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """Matrices of one scheme and row length as one, the rows of the first on top."""
+    first = weights[0]
+    if len({(w.bits, w.group_size, w.shape[1], w.zeros is None) for w in weights}) > 1:
+        raise ValueError("Only weights of one width, group size and row length can be stacked.")
+    zeros = None if first.zeros is None else torch.cat([w.zeros for w in weights if w.zeros is not None])
+    return replace(
+        first,
+        packed=torch.cat([w.packed for w in weights]),
+        scales=torch.cat([w.scales for w in weights]),
+        zeros=zeros,
+        shape=(sum(w.shape[0] for w in weights), first.shape[1]),
+    )
+
+
+def decode_segments(
+    options: Sequence[PackedWeight | Tensor], choices: NDArray[np.int64], out: Tensor
+) -> Tensor:
+    """Decode a stack of matrices, each at the option chosen for it; one pass per option, not per matrix.
+
+    Args:
+        options: K versions of the same stack, (segments x rows, in), packed or dense.
+        choices: (segments,) option of every matrix of the stack.
+        out: (segments x rows, in), contiguous; written to.
+    """
+    segments, rows = len(choices), out.shape[0] // len(choices)
+    direct = on_compiled_path(out) and out.dtype in (torch.float32, torch.float64)
+    for k in np.unique(choices).tolist():
+        option, chosen = options[k], np.flatnonzero(choices == k)
+        if direct and isinstance(option, PackedWeight):
+            wanted = (chosen[:, None] * rows + np.arange(rows)).reshape(-1)
+            _decode_compiled_at(option, wanted, out)
+            continue
+        target = out.view(segments, rows, -1)
+        if isinstance(option, Tensor):
+            places = torch.from_numpy(chosen).to(out.device)
+            target[places] = option.view(segments, rows, -1)[places].to(out.dtype)
+        elif len(chosen) == segments:
+            option.dequantize(out=out)
+        else:
+            places = torch.from_numpy(chosen).to(out.device)
+            taken = _segments_of(option, places, segments)
+            target[places] = taken.dequantize(out.dtype).view(len(chosen), rows, -1)
+    return out
+
+
+def _segments_of(weight: PackedWeight, places: Tensor, segments: int) -> PackedWeight:
+    def pick(part: Tensor) -> Tensor:
+        return part.view(segments, -1, part.shape[1])[places].flatten(0, 1)
+
+    zeros = None if weight.zeros is None else pick(weight.zeros)
+    packed = pick(weight.packed)
+    return replace(
+        weight,
+        packed=packed,
+        scales=pick(weight.scales),
+        zeros=zeros,
+        shape=(packed.shape[0], weight.shape[1]),
+    )
+
+
+def _decode_compiled_at(weight: PackedWeight, rows: NDArray[np.int64], out: Tensor) -> None:
+    """Decode some rows, each to its own place."""
+    stream, scales, zeros = (t.detach().numpy() for t in compiled_operands(weight))
+    values = out.detach().numpy()
+    rounding = ROUNDING.get(weight.scales.dtype, cpu_kernels.ROUND_NONE)
+
+    def task(a: int, b: int) -> None:
+        cpu_kernels.decode_float_at(
+            stream, weight.bits, scales, zeros, weight.group_size, rounding, rows[a:b], values
+        )
+
+    cpu_kernels.over_rows(len(rows), weight.shape[1], task)
