@@ -306,10 +306,11 @@ class QuantizationBackend(Backend):
         return {m.name: row for row, group in enumerate(self.plan.groups) for m in group.members}
 
     @contextmanager
-    def switchable(self, *, original: bool = False) -> Iterator[SwitchedModel]:
+    def switchable(self, *, original: bool = False, searching: bool = False) -> Iterator[SwitchedModel]:
         """The model with every planned linear and expert switchable, computing in the compute type.
 
-        With ``original`` the gates have one more column, for the original weights.
+        With ``original`` the gates have one more column, for the original weights. While ``searching``, a GPU has
+        the original weights in host memory; moving them takes seconds, which a single evaluation is not worth.
         """
         with ExitStack() as stack:
             stack.enter_context(computing_in(self.loaded.model, self.compute_dtype))
@@ -322,7 +323,7 @@ class QuantizationBackend(Backend):
                     stream=OptionStream(self.loaded.device) if self.memory == "offload" else None,
                 )
             )
-            if not original:
+            if searching:
                 stack.enter_context(self._without_originals())
             if self.checkpointing:
                 blocks = [block for _, block in self.loaded.layout.blocks(self.loaded.model)]
@@ -368,7 +369,7 @@ class QuantizationBackend(Backend):
             self.reference(data) if kl and data is not None else None for data in (calibration, selection)
         ]
         with ExitStack() as stack:
-            switched = stack.enter_context(self.switchable())
+            switched = stack.enter_context(self.switchable(searching=True))
             # Read before any gate is set; its weight stays the full model's own.
             full = self.full_head()
 

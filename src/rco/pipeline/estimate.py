@@ -100,7 +100,13 @@ def choose_residency(
             offload=offload,
         )
 
-    if loaded.device.type != "cuda":
+    devices = {parameter.device for parameter in loaded.model.parameters()}
+    if len(devices) > 1 and config.memory == "offload":
+        raise ValueError(
+            "--memory offload streams to one GPU, and this model is spread over several devices; "
+            "leave --memory out, which keeps every linear's candidates beside it."
+        )
+    if loaded.device.type != "cuda" or len(devices) > 1:
         return "resident", needed(False)
     resident, offload = needed(False), needed(True)
     if config.memory != "auto":
