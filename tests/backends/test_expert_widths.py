@@ -106,7 +106,7 @@ def test_groupings(tmp_path):
     assert len(by_projection) == 2 * experts
     by_layer = [g for g in groups(serve="vllm") if g.members[0].role == "experts"]
     assert [g.name for g in by_layer] == [f"{layer.name}.experts" for layer in layers]
-    by_both = [g for g in groups(serve="llamacpp") if g.members[0].role == "experts"]
+    by_both = [g for g in groups(experts="layer-projection") if g.members[0].role == "experts"]
     assert [g.name.rpartition(".")[2] for g in by_both[:3]] == ["gate_proj", "up_proj", "down_proj"]
     assert len(by_both) == 3 * len(layers)
     names = {info.name for group in groups() for info in group.members}

@@ -57,7 +57,7 @@ def test_marlin_takes_four_and_eight_bits(llama):
     plan = make_plan(layout, linears, group_size=128, serve="vllm-marlin", widths=(4, 8, 16))
     assert plan.symmetric
     with pytest.raises(ValueError, match="widths 4, 8"):
-        make_plan(layout, linears, group_size=128, serve="vllm-marlin")
+        make_plan(layout, linears, group_size=128, serve="vllm-marlin", widths=(3, 4))
     with pytest.raises(ValueError, match="group sizes"):
         make_plan(layout, linears, group_size=48, serve="vllm-marlin", widths=(4, 8))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rco.backends.accounting import Scheme
+from rco.backends.gguf_types import GGUF_WIDTHS
 
 __all__ = ["ENGINES", "Engine", "ExpertGroups", "find_engine"]
 
@@ -19,7 +20,7 @@ _PACKED = frozenset(range(1, 9))  # what the format can hold
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine takes of compressed-tensors checkpoints (weights only).
+    """What an engine takes: of compressed-tensors checkpoints (weights only), or of GGUF files.
 
     Attributes:
         name: What the user types.
@@ -30,6 +31,9 @@ class Engine:
         fused: It merges some linears into one matrix, which then needs one scheme.
         experts: The finest grouping of experts that it loads.
         asymmetric_experts: It takes zero points in experts.
+        gguf: It reads GGUF files, whose types bring their own grids: widths alone are chosen.
+        method: How candidates come nearest to what it runs.
+        format: What is written for it.
     """
 
     name: str
@@ -40,6 +44,14 @@ class Engine:
     fused: bool = False
     experts: ExpertGroups = "expert"
     asymmetric_experts: bool = True
+    gguf: bool = False
+    method: Literal["gptq", "rtn"] = "gptq"
+    format: str = "compressed-tensors"
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """What is on offer unless something else is asked for: from 2 bits, all that it takes on some grid."""
+        return tuple(sorted(width for width in self.symmetric_bits | self.asymmetric_bits if width > 1))
 
     def refusal(self, scheme: Scheme) -> str | None:
         """Why it does not take a scheme; None if it does."""
@@ -85,7 +97,16 @@ ENGINES: dict[str, Engine] = {
             experts="layer",
             asymmetric_experts=False,
         ),
-        Engine("llamacpp", "one type for each projection of a layer's experts", experts="layer-projection"),
+        Engine(
+            "llamacpp",
+            "GGUF block types, by the length of a row; one type for each projection of a layer's experts",
+            symmetric_bits=frozenset(GGUF_WIDTHS),
+            asymmetric_bits=frozenset(GGUF_WIDTHS),
+            experts="layer-projection",
+            gguf=True,
+            method="rtn",
+            format="llama.cpp",
+        ),
     )
 }
 

@@ -14,6 +14,7 @@ from typing import get_args
 from rco.backends.accounting import DENSE, Scheme
 from rco.backends.engines import Engine, ExpertGroups, find_engine
 from rco.backends.gguf_file import GGUFFile
+from rco.backends.gguf_types import GGUF_WIDTHS
 from rco.models.layout import Layout, LinearInfo
 from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear
 
@@ -63,6 +64,16 @@ class QuantizationPlan:
         return Scheme(width, self.group_size, self.symmetric)
 
     @property
+    def block_types(self) -> list[str]:
+        """The types of a GGUF file that there is a choice of; none for other plans."""
+        file = self.gguf
+        if file is None:
+            return []
+        pairs = {(m.in_features, w): m for group in self.groups for w in group.widths for m in group.members}
+        kinds = [file.type_of(member, width) for (_, width), member in pairs.items()]
+        return list(dict.fromkeys(kind.name for kind in kinds if kind is not None))
+
+    @property
     def linears(self) -> tuple[LinearInfo, ...]:
         """Every linear that belongs to a group."""
         return tuple(member for group in self.groups for member in group.members)
@@ -82,7 +93,7 @@ def make_plan(
     layout: Layout,
     linears: Sequence[LinearInfo],
     *,
-    widths: Sequence[int] = (2, 3, 4, 5, 6, 7, 8),
+    widths: Sequence[int] | None = None,
     group_size: int | None = 128,
     symmetric: bool | None = None,
     serve: str = "any",
@@ -92,13 +103,14 @@ def make_plan(
     experts: ExpertGroups | None = None,
     allow_prune: bool = False,
     protected: Mapping[int, Collection[int]] | None = None,
+    gguf: GGUFFile | None = None,
 ) -> QuantizationPlan:
     """Turn what the user asked for into groups.
 
     Args:
         layout: Row of the architecture table.
         linears: All linears, the output layer last; it takes part only if a lock names it.
-        widths: Bits on offer; 16 leaves a linear as it is.
+        widths: Bits on offer; 16 leaves a linear as it is. None: all that the engine takes.
         group_size: Columns that share a scale; None for one scale per row.
         symmetric: Grid without zero points; None: what the engine needs, asymmetric otherwise.
         serve: Name of an engine, whose rules become constraints.
@@ -110,8 +122,14 @@ def make_plan(
         allow_prune: 0 bits is an option of every expert that is not protected.
         protected: Sparse layer -> experts that are never pruned: at least as many as its router picks, so that
             whatever a search does the router has its choice. None: the first ones.
+        gguf: The model's tensors in a GGUF file, for an engine that reads one.
     """
     engine = find_engine(serve)
+    if engine.gguf != (gguf is not None):
+        raise ValueError(f"--serve {serve} {'needs' if engine.gguf else 'has no use for'} a GGUF file.")
+    if engine.gguf and symmetric is not None:
+        raise ValueError(f"--serve {serve}: each block type has its own grid; leave out --symmetric.")
+    widths = engine.widths if widths is None else widths
     sparse = any(info.role == EXPERT_ROLE for info in linears)
     experts = _expert_groups(engine, experts, sparse=sparse, allow_prune=allow_prune)
     symmetric = _grid(engine, widths, symmetric, sparse=sparse)
@@ -159,9 +177,25 @@ def make_plan(
             )
         prunable = allow_prune and all(_prunable(member, protected) for member in members)
         offered = (PRUNED, *widths) if prunable else widths
-        groups.append(Group(_group_name(members), tuple(members), tuple(allowed) or offered))
+        fitting = _fitting(members, tuple(allowed) or offered, gguf)
+        groups.append(Group(_group_name(members), tuple(members), fitting))
     every = tuple(sorted({width for group in groups for width in group.widths} | set(widths)))
-    return QuantizationPlan(tuple(groups), every, group_size, symmetric, engine, tuple(skipped))
+    return QuantizationPlan(tuple(groups), every, group_size, symmetric, engine, tuple(skipped), gguf)
+
+
+def _fitting(members: Sequence[LinearInfo], widths: Sequence[int], gguf: GGUFFile | None) -> tuple[int, ...]:
+    """The widths that a GGUF file has a type for, for every member."""
+    if gguf is None:
+        return tuple(widths)
+    found = tuple(w for w in widths if all(gguf.type_of(member, w) is not None for member in members))
+    if not found:
+        info = members[0]
+        known = [str(w) for w in GGUF_WIDTHS if gguf.type_of(info, w) is not None] or ["no type under 16"]
+        raise ValueError(
+            f"{info.name} has rows of {info.in_features}, for which llama.cpp has {', '.join(known)} bits; offered "
+            f"are {', '.join(map(str, widths))}. Change --widths (16 leaves a linear alone), or --skip it."
+        )
+    return found
 
 
 def _prunable(info: LinearInfo, protected: Mapping[int, Collection[int]] | None) -> bool:

@@ -44,22 +44,24 @@ quantize = command_from_config(QuantizeConfig, _quantize)
 def _describe(planned: PlannedQuantization) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     plan, problem, budget = planned.backend.plan, planned.problem, planned.budget
     low, high = planned.backend.budget_range(budget.kind)
-    grid = "symmetric" if plan.symmetric else "asymmetric"
+    grid = None if plan.gguf else "symmetric" if plan.symmetric else "asymmetric"
     data = {
         "groups": problem.num_groups,
         "linears": len(plan.linears),
         "left_alone": list(plan.skipped),
         "widths": list(plan.widths),
         "grid": grid,
-        "group_size": plan.group_size,
+        "group_size": None if plan.gguf else plan.group_size,
+        "types": plan.block_types,
         "range": [low, high],
         "effective_units": problem.unit_budgets[0],
     }
     scales = f"groups of {plan.group_size}" if plan.group_size else "one scale per row"
+    stored = f"as {', '.join(plan.block_types)}" if plan.gguf else f"{grid}, {scales}"
     lines = [
         ("groups", f"{problem.num_groups} of {len(plan.linears)} linears"),
         *([("left alone", ", ".join(plan.skipped))] if plan.skipped else []),
-        ("widths", f"{', '.join(map(str, plan.widths))} bits, {grid}, {scales}"),
+        ("widths", f"{', '.join(map(str, plan.widths))} bits, {stored}"),
         ("range", f"{budget.kind} from {low} to {high}"),
         ("budget", f"{budget}: {problem.unit_budgets[0]:,} units for the search"),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,20 @@ import torch
 from torch import Tensor
 
 from rco import tables
+from rco.backends.engines import Engine
 from rco.backends.expert_pruning import ExpertPruningBackend
+from rco.backends.gguf_file import ALIGNMENT
 from rco.backends.quantization import QuantizationBackend
 from rco.core.problem import Allocation
 from rco.evaluation.size import average_bits, checkpoint_size, read_headers
 from rco.export.engines import validate_for_engine
+from rco.models.gguf_names import gguf_names
 from rco.models.loading import load_model
 from rco.models.moe import moe_layers
 from rco.models.precision import computing_in
 from rco.pipeline.common import Planned, check_used
 
-__all__ = ["export_pruning", "export_quantized", "make_exporter"]
+__all__ = ["check_format", "export_pruning", "export_quantized", "make_exporter"]
 
 # Largest difference between the logits of the checkpoint and of the evaluated model, relative to the largest logit.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -36,16 +40,17 @@ def export_quantized(
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Write quantized weights; what the plan's engine would refuse is refused before anything is written."""
-    exporter = make_exporter(format, planned.backend.name)
+    exporter = check_format(format, planned.backend.plan.engine)
     source, weights = planned.backend.deployed(allocation)
     if format != "compressed-tensors":
-        return {"export": exporter.export(source, weights, out, overwrite=overwrite).to_json()}
+        summary = exporter.export(source, weights, out, overwrite=overwrite)
+        found: dict[str, Any] = {"export": summary.to_json()}
+        if format == "llama.cpp":
+            found["certificate"] = _certify_blocks(planned, summary.tensors)
+        return found
     engine = planned.backend.plan.engine.name
     summary = exporter.export(source, weights, out, overwrite=overwrite, engine=engine)
-    found: dict[str, Any] = {
-        "export": summary.to_json(),
-        "certificate": _certify_bits(planned, allocation, out),
-    }
+    found = {"export": summary.to_json(), "certificate": _certify_bits(planned, allocation, out)}
     if engine != "any":
         written = json.loads((out / "config.json").read_text(encoding="utf-8"))
         found["engine"] = {"preset": engine, "violations": validate_for_engine(written, engine)}
@@ -61,6 +66,41 @@ def make_exporter(format: str, kind: str) -> Any:
             f"The format {format!r} holds {exporter.kind}, this run is {kind}; take {' or '.join(fitting)}."
         )
     return exporter
+
+
+def check_format(format: str, engine: Engine) -> Any:
+    """The exporter of a format for quantized weights, if its sizes are those that a search for the engine counts.
+
+    Raises:
+        ValueError: There is no such format, or they are not.
+    """
+    exporter = make_exporter(format, QuantizationBackend.name)
+    if engine.gguf and format == "compressed-tensors":
+        raise ValueError(
+            f"llama.cpp loads no compressed-tensors checkpoint; take --format {engine.format}, dense or none."
+        )
+    return exporter
+
+
+def _certify_blocks(planned: Planned[QuantizationBackend], tensors: Mapping[str, int]) -> dict[str, Any]:
+    """The budget, counted once more from the block types that a recipe names."""
+    backend, budget = planned.backend, planned.budget
+    plan = backend.plan
+    assert plan.gguf is not None  # the exporter takes no other grids than GGUF's
+    names = {name for info in plan.linears for name in gguf_names(plan.gguf.layout, info.name)}
+    stored = 8 * sum(tensors[name] for name in names)
+    total = sum(size + -size % ALIGNMENT for size in tensors.values())
+    found = {
+        "checkpoint_bytes": total,
+        "average_stored_bits": stored / sum(info.parameters for info in plan.linears),
+        "source": "the block types that the recipe names",
+    }
+    if budget.kind not in ("bpw", "size") or backend.count != "all":
+        return found  # such a budget counts codes, or experts alone, which the sizes of tensors do not show
+    used = total if budget.kind == "size" else stored
+    allowed = budget.amount if budget.kind == "size" else backend.costs(budget.kind).total(budget.amount)
+    check_used(budget, used, allowed)
+    return {"used": used, "allowed": str(allowed), **found}
 
 
 def _certify_bits(

@@ -95,8 +95,8 @@ class QuantizeConfig(CompressConfig):
         panel="Budget",
     )
 
-    format: Literal["compressed-tensors", "dense", "none"] = setting(
-        "compressed-tensors", help="Format of the checkpoint.", panel="Output"
+    format: str | None = setting(
+        None, help="See `rco ls formats`, or none; default: what --serve reads.", panel="Output"
     )
     serve: str = setting(
         "any",
@@ -110,14 +110,22 @@ class QuantizeConfig(CompressConfig):
         False, help="Replace candidates that were made with other settings.", panel="Output"
     )
 
-    widths: str = setting(
-        "2,3,4,5,6,7,8", help="Bits on offer; 16 leaves a linear alone.", panel="Candidates"
+    widths: str | None = setting(
+        None,
+        help="Bits on offer, e.g. 2,3,4,8; 16 leaves a linear alone. Default: all that --serve takes.",
+        panel="Candidates",
     )
-    group_size: int = setting(64, help="Columns that share a scale; 0 for one per row.", panel="Candidates")
+    group_size: int = setting(
+        64,
+        help="Columns that share a scale; 0 for one per row. GGUF types have their own.",
+        panel="Candidates",
+    )
     symmetric: bool | None = setting(
         None, help="Grid without zero points; default: what --serve needs.", panel="Candidates"
     )
-    method: Literal["gptq", "rtn"] = setting("gptq", help="How linears are rounded.", panel="Candidates")
+    method: Literal["gptq", "rtn"] | None = setting(
+        None, help="How linears are rounded; default gptq, for llamacpp rtn.", panel="Candidates"
+    )
     clip: Literal["search", "minmax"] = setting(
         "search", help="Range of the grid: searched, or from smallest to largest.", panel="Candidates"
     )

@@ -155,7 +155,7 @@ def estimate(
         reference_bytes=sequences * config.length * head.shape[1] * width,
         activation_bytes=memory.activations,
         workspace_bytes=memory.workspace,
-        seconds=(passes * forward * _OVERHEAD + (gptq if config.method == "gptq" else 0))
+        seconds=(passes * forward * _OVERHEAD + (gptq if config.method != "rtn" else 0))
         / _rate(loaded.device),
         residency=residency,
         on_gpu=loaded.device.type == "cuda",

@@ -18,6 +18,8 @@ from rco import tables
 from rco.backends.base import Budget
 from rco.backends.bit_costs import Visits, most_visited
 from rco.backends.candidates import CandidateSettings
+from rco.backends.engines import find_engine
+from rco.backends.gguf_file import GGUFFile
 from rco.backends.plan import ExpertGroups, QuantizationPlan, make_plan
 from rco.backends.quantization import QuantizationBackend, routing_visits
 from rco.backends.sensitivity import curvature, fisher_differences, logits_from_losses, predicted_losses
@@ -30,7 +32,7 @@ from rco.export.compressed_tensors import check_exportable
 from rco.folders import atomic_path
 from rco.models.loading import LoadedModel, load_model
 from rco.models.moe_linears import model_linears, sparse_layers
-from rco.pipeline.checkpoints import export_quantized
+from rco.pipeline.checkpoints import check_format, export_quantized
 from rco.pipeline.common import (
     Outcome,
     Planned,
@@ -72,7 +74,7 @@ def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) 
         plan,
         config.store or folder / "candidates",
         settings=CandidateSettings(
-            method=config.method,
+            method=config.method or plan.engine.method,
             damp=config.damp,
             act_order=config.act_order,
             clip=config.clip,
@@ -90,11 +92,10 @@ def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) 
         on_progress=(progress or Silent()).stage("candidates") if progress else None,
     )
     problem = backend.problem(budget)
-    if config.serve == "llamacpp" and config.format == "compressed-tensors":
-        raise ValueError(
-            "llama.cpp loads no compressed-tensors checkpoint; add --format dense, or --format none."
-        )
-    if config.format == "compressed-tensors":
+    format = _format(config)
+    if format != "none":
+        check_format(format, plan.engine)
+    if format == "compressed-tensors":
         schemes = {i.name: [plan.scheme(i, width) for width in plan.packed_widths] for i in plan.linears}
         check_exportable(plan.linears, schemes)
     tables.load(tables.METHODS, config.searcher, "method")
@@ -109,7 +110,7 @@ def plan_groups(
     return make_plan(
         loaded.layout,
         model_linears(loaded.layout, loaded.model, include_head=True),
-        widths=_parse_widths(config.widths),
+        widths=None if config.widths is None else _parse_widths(config.widths),
         group_size=config.group_size or None,
         symmetric=config.symmetric,
         serve=config.serve,
@@ -119,6 +120,7 @@ def plan_groups(
         experts=_expert_groups(config),
         allow_prune=config.allow_prune,
         protected=None if visits is None else most_visited(visits, sparse_layers(loaded.model)),
+        gguf=GGUFFile.of(loaded.layout, loaded.model) if find_engine(config.serve).gguf else None,
     )
 
 
@@ -231,7 +233,8 @@ def _export(
     run: RunDirectory,
     progress: Progress,
 ) -> Path | None:
-    if config.format == "none":
+    format = _format(config)
+    if format == "none":
         return None
     target = run.folder / "model"
     if "export" in run.metrics and target.exists():
@@ -239,7 +242,7 @@ def _export(
     count = progress.stage("export")
     count(0, 1)
     with timed(run, "export"):
-        found = export_quantized(planned, result.allocation, config.format, target, overwrite=True)
+        found = export_quantized(planned, result.allocation, format, target, overwrite=True)
     run.update_metrics(found)
     count(1, 1)
     return target
@@ -289,6 +292,10 @@ def _describe(
             for row, (group, choice) in enumerate(zip(plan.groups, result.allocation, strict=True))
         ],
     }
+
+
+def _format(config: QuantizeConfig) -> str:
+    return config.format or find_engine(config.serve).format
 
 
 def _parse_widths(text: str) -> Sequence[int]:

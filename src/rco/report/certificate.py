@@ -77,7 +77,8 @@ def _written(certificate: Mapping[str, Any]) -> list[Check]:
     if used is None or allowed is None:
         return []
     used, allowed = _fraction(used, "used"), _fraction(allowed, "allowed")
-    words = f"Counted from the headers of the files as written: {exact(used)} of {exact(allowed)}."
+    source = certificate.get("source", "the headers of the files as written")
+    words = f"Counted from {source}: {exact(used)} of {exact(allowed)}."
     return [Check(used <= allowed, words)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,8 @@ def loading(run: RunData) -> Markup | None:
     if not path:
         return None
     form = str(export.get("format", ""))
+    if export.get("usage"):  # a recipe: there is nothing to load yet
+        return fragment([element("h4", form), code(textwrap.dedent(str(export["usage"])))])
     layers = moe_layers(run)
     uneven = len({len(layer.kept) for layer in layers}) > 1 and "padded" not in form
     separate = bool(section(run.metrics, "expert_widths")) and form == "compressed-tensors"
