@@ -60,7 +60,6 @@ def _make_unpacker(bits: int) -> Any:
     low_one, high_one = lanes((1 << bits) - 1, 16), lanes(((1 << bits) - 1) << bits, 16)
     above_four, above_two, above_one = np.uint64(4 * bits), np.uint64(16 - 2 * bits), np.uint64(8 - bits)
 
-    @numba.njit(nogil=True)
     def unpack_row(stream: Any, cols: int, codes: Any) -> None:
         # Eight codes fill exactly `bits` bytes, so each unit starts on a byte whatever the width.
         for unit in range(cols // 8):
@@ -80,7 +79,10 @@ def _make_unpacker(bits: int) -> Any:
                 value |= np.uint64(stream[(start >> 3) + 1]) << np.uint64(8)
             codes[col] = np.uint8((value >> np.uint64(start & 7)) & mask)
 
-    return unpack_row
+    # Compiled code is linked by name, also with code from numba's cache: functions of one name would take each
+    # other's place there.
+    unpack_row.__name__ = unpack_row.__qualname__ = f"unpack_{bits}_bits"
+    return numba.njit(nogil=True)(unpack_row)
 
 
 _unpack_1, _unpack_2, _unpack_3, _unpack_4, _unpack_5, _unpack_6, _unpack_7, _unpack_8 = (

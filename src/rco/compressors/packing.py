@@ -27,6 +27,7 @@ __all__ = [
     "PackedWeight",
     "compiled_operands",
     "inner_products",
+    "joined_rows",
     "on_compiled_path",
     "on_triton_path",
     "pack",
@@ -37,6 +38,7 @@ __all__ = [
 _STORAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ROUNDING = {torch.bfloat16: cpu_kernels.ROUND_BFLOAT16, torch.float16: cpu_kernels.ROUND_HALF}
 _CHUNK_ELEMENTS = 1 << 22
+_JOINED_COLUMNS = 1024
 
 
 def packed_words(cols: int, bits: int) -> int:
@@ -324,6 +326,19 @@ def compiled_operands(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     return weight.packed.contiguous().view(torch.uint8), scales, zeros.contiguous()
 
 
+def joined_rows(weights: Sequence[PackedWeight], height: int) -> int:
+    """How many neighbouring rows the compiled kernels may take as one, so that short rows do not cost a call each.
+
+    Rows whose codes fill whole words and whose groups are whole follow each other without a gap. The number divides
+    ``height``, within which rows belong together.
+    """
+    cols = weights[0].shape[1] if weights else 0
+    whole = cols % 8 == 0 and all(w.shape[1] * w.bits % 32 == 0 and cols % w.group_size == 0 for w in weights)
+    if not cols or not whole:
+        return 1
+    return max((n for n in range(1, _JOINED_COLUMNS // cols + 1) if height % n == 0), default=1)
+
+
 def _codes_of(stream: NDArray[np.uint8], bits: int, cols: int) -> NDArray[np.uint8]:
     codes = np.empty((stream.shape[0], cols), dtype=np.uint8)
     cpu_kernels.unpack_rows(stream, bits, codes)
@@ -349,17 +364,20 @@ def _decode_compiled(weight: PackedWeight, out: Tensor) -> None:
 def _inner_products_compiled(
     gradient: Tensor, options: Sequence[PackedWeight | Tensor | None], segments: int
 ) -> Tensor:
-    rows, cols = gradient.shape
     narrow = gradient.dtype == torch.bfloat16
     if gradient.dtype == torch.float16:
         gradient = gradient.to(torch.float32)
+    listed = [option for option in options if isinstance(option, PackedWeight)]
+    together = joined_rows(listed, gradient.shape[0] // segments)
+    original, gradient = gradient, gradient.view(gradient.shape[0] // together, -1)
+    rows, cols = gradient.shape
     source = gradient.view(torch.uint16).numpy() if narrow else gradient.numpy()
     sums = torch.zeros(len(options), rows, dtype=torch.float64)
     table = sums.numpy()
     packed = []
     for index, option in enumerate(options):
         if isinstance(option, PackedWeight):
-            stream, scales, zeros = (t.detach().numpy() for t in compiled_operands(option))
+            stream, scales, zeros = (t.detach().view(rows, -1).numpy() for t in compiled_operands(option))
             rounding = ROUNDING.get(option.scales.dtype, cpu_kernels.ROUND_NONE)
             packed.append((index, stream, scales, zeros, option.bits, option.group_size, rounding))
 
@@ -377,5 +395,5 @@ def _inner_products_compiled(
     total = sums.view(len(options), segments, -1).sum(dim=2)
     dense = [index for index, option in enumerate(options) if isinstance(option, Tensor)]
     if dense:
-        total[dense] = _inner_products_torch(gradient, [options[index] for index in dense], segments)
+        total[dense] = _inner_products_torch(original, [options[index] for index in dense], segments)
     return total

@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rco.compressors import cpu_kernels
-from rco.compressors.packing import ROUNDING, PackedWeight, compiled_operands, on_compiled_path
+from rco.compressors.packing import (
+    ROUNDING,
+    PackedWeight,
+    compiled_operands,
+    joined_rows,
+    on_compiled_path,
+)
 
 __all__ = ["decode_segments", "stack_rows"]
 
@@ -49,8 +55,7 @@ def decode_segments(
     for k in np.unique(choices).tolist():
         option, chosen = options[k], np.flatnonzero(choices == k)
         if direct and isinstance(option, PackedWeight):
-            wanted = (chosen[:, None] * rows + np.arange(rows)).reshape(-1)
-            _decode_compiled_at(option, wanted, out)
+            _decode_compiled_at(option, chosen, rows, out)
             continue
         target = out.view(segments, rows, -1)
         if isinstance(option, Tensor):
@@ -80,15 +85,19 @@ def _segments_of(weight: PackedWeight, places: Tensor, segments: int) -> PackedW
     )
 
 
-def _decode_compiled_at(weight: PackedWeight, rows: NDArray[np.int64], out: Tensor) -> None:
-    """Decode some rows, each to its own place."""
-    stream, scales, zeros = (t.detach().numpy() for t in compiled_operands(weight))
-    values = out.detach().numpy()
+def _decode_compiled_at(weight: PackedWeight, chosen: NDArray[np.int64], rows: int, out: Tensor) -> None:
+    """Decode the chosen segments of that many rows, each to its own place."""
+    together = joined_rows([weight], rows)
+    count = weight.shape[0] // together
+    stream, scales, zeros = (t.detach().view(count, -1).numpy() for t in compiled_operands(weight))
+    values = out.detach().view(count, -1).numpy()
     rounding = ROUNDING.get(weight.scales.dtype, cpu_kernels.ROUND_NONE)
+    height = rows // together
+    wanted = (chosen[:, None] * height + np.arange(height)).reshape(-1)
 
     def task(a: int, b: int) -> None:
         cpu_kernels.decode_float_at(
-            stream, weight.bits, scales, zeros, weight.group_size, rounding, rows[a:b], values
+            stream, weight.bits, scales, zeros, weight.group_size, rounding, wanted[a:b], values
         )
 
-    cpu_kernels.over_rows(len(rows), weight.shape[1], task)
+    cpu_kernels.over_rows(len(wanted), values.shape[1], task)
