@@ -311,12 +311,18 @@ class AblationConfig:
     )
     quick: bool = setting(False, help="Ends and centre of each sweep, little data, one seed.", panel="Sweeps")
 
-    steps: int = setting(40, help="Optimizer steps at the centre.", panel="Centre")
-    samples: int = setting(4, help="Gumbel samples per step at the centre.", panel="Centre")
-    lr: float = setting(0.1, help="Learning rate at the centre.", panel="Centre")
-    tau: float = setting(0.1, help="Last temperature at the centre.", panel="Centre")
-    refine: int = setting(20, help="Evaluations that exchange moves may spend.", panel="Centre")
-    prior_strength: float = setting(3.0, help="Scale of the initial logits.", panel="Centre")
+    steps: int = setting(QuantizeConfig.steps, help="Optimizer steps at the centre.", panel="Centre")
+    samples: int = setting(
+        QuantizeConfig.samples, help="Gumbel samples per step at the centre.", panel="Centre"
+    )
+    lr: float = setting(QuantizeConfig.lr, help="Learning rate at the centre.", panel="Centre")
+    tau: float = setting(QuantizeConfig.tau[1], help="Last temperature at the centre.", panel="Centre")
+    refine: int = setting(
+        QuantizeConfig.refine, help="Evaluations that exchange moves may spend.", panel="Centre"
+    )
+    prior_strength: float = setting(
+        QuantizeConfig.prior_strength, help="Scale of the initial logits.", panel="Centre"
+    )
 
     widths: str = setting("2,3,4,5,6,7,8", help="Bits on offer.", panel="Candidates")
     group_size: int = setting(64, help="Columns that share a scale; 0 for one per row.", panel="Candidates")
