@@ -31,14 +31,11 @@ _STATE = {}
 
 def prepare(config, threads):
     """Model, data and a backend with its candidates, once per process."""
-    from numba import set_num_threads
-
     from rco.pipeline.common import build_data
     from rco.pipeline.judge import Judge
     from rco.pipeline.quantize import plan_quantization
 
     torch.set_num_threads(threads)
-    set_num_threads(threads)
     planned = plan_quantization(config)
     data = build_data(config, planned.loaded.tokenizer)
     planned.backend.prepare(data.search)
