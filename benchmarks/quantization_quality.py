@@ -56,8 +56,9 @@ def run(task):
     """One budget, one seed, one variant of the search."""
     from rco.backends.base import Budget
     from rco.backends.sensitivity import curvature, logits_from_losses, predicted_losses
+    from rco.core.evaluation import Evaluator
     from rco.core.knapsack import solve_mckp
-    from rco.core.refine import Counter, layer_order, spend, uniform_allocation
+    from rco.core.refine import layer_order, spend, uniform_allocation
     from rco.core.search import RCO
 
     bits, seed, name, variant = task
@@ -77,9 +78,9 @@ def run(task):
             "uniform interpolation": spend(problem, uniform_allocation(problem), layer_order(problem)),
             "proxy knapsack": spend(problem, proxy.allocation, -losses.numpy()),
         }
-        counter = Counter(objective)
+        evaluator = Evaluator(objective)
         batches = range(objective.selection.num_batches)
-        held_back = {k: float(counter.selection_losses(v, 7, batches).mean()) for k, v in starts.items()}
+        held_back = {k: float(evaluator.selection_losses(v, 7, batches).mean()) for k, v in starts.items()}
     starts["best start"] = starts[min(held_back, key=held_back.get)]
     rows = {}
     for label, choices in {**starts, "rco": np.asarray(result.allocation)}.items():

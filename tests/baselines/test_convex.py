@@ -6,8 +6,8 @@ import torch
 
 from rco import AllocationProblem
 from rco.baselines.frank_wolfe import BudgetPolytope, FrankWolfe
-from rco.baselines.harness import Evaluator
 from rco.baselines.lagrangian import PushedWalker
+from rco.core.evaluation import Evaluator
 from rco.core.relaxation import expected_cost
 from rco.testing import random_problem
 

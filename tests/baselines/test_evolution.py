@@ -7,6 +7,7 @@ import torch
 from rco import AllocationProblem
 from rco.baselines.evoesap import EvoESAP, Sequences
 from rco.baselines.evopress import EvoPress, LevelSwitch
+from rco.core.evaluation import Evaluator
 from rco.core.refine import uniform_allocation
 from rco.testing import QuadraticObjective, random_problem, true_optimum
 
@@ -112,6 +113,19 @@ def test_stages_in_tokens():
         searcher.search(problem, objective)
     objective.tokens_per_batch = 512
     assert searcher.search(problem, objective).settings["stage_batches"] == [1, 5]
+
+
+@pytest.mark.parametrize("evaluations", [300, 1000, 5000, 60_000])
+def test_scaled_settings_leave_room_for_generations(evaluations):
+    objective = QuadraticObjective(6, 3, seed=0, num_batches=80, batch_noise=0.1)
+    settings = EvoPress.scaled_to(evaluations)
+    process = EvoPress(**settings).begin(random_problem(0), Evaluator(objective), None)
+    assert process.cost(1) * 50 <= evaluations or settings["offspring"] == 4
+    assert settings["offspring"] >= 4
+    assert list(settings["survivors"]) == sorted(settings["survivors"], reverse=True)
+    assert list(settings["batches_per_stage"]) == sorted(settings["batches_per_stage"])
+    if evaluations >= 50 * 576:
+        assert settings["offspring"] == EvoPress().offspring
 
 
 def test_the_prior_is_a_parent_to_be():

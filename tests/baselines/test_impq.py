@@ -145,7 +145,7 @@ def test_options_around_the_budget_and_given_ones():
 
 
 def evaluator_of(groups, options):
-    from rco.baselines.harness import Evaluator
+    from rco.core.evaluation import Evaluator
     from rco.testing import QuadraticObjective
 
     return Evaluator(QuadraticObjective(groups, options))

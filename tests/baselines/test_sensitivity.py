@@ -7,7 +7,8 @@ import torch
 from rco import AllocationProblem, solve_mckp
 from rco.baselines.higgs import HIGGS, fit_coefficients
 from rco.baselines.sensitivity import FirstOrder, Fisher, OneAtATime, OutputError
-from rco.core.refine import Candidates, Counter
+from rco.core.evaluation import Evaluator
+from rco.core.refine import Candidates
 from rco.testing import QuadraticObjective, random_problem
 
 from .conftest import TableObjective, highs_optimum, make, total
@@ -80,18 +81,12 @@ def test_output_error_minimises_its_table_and_prefers_outputs():
 
 
 def table_of(searcher, problem, objective):
-    counter = Counter(objective)
-    process = searcher.begin(problem, _evaluator(objective), None)
+    evaluator = Evaluator(objective)
+    process = searcher.begin(problem, evaluator, None)
     for step in range(process.steps):
         process.advance(step)
-    process.propose(Candidates(problem, counter))
+    process.propose(Candidates(problem, evaluator))
     return process.predicted()
-
-
-def _evaluator(objective):
-    from rco.baselines.harness import Evaluator
-
-    return Evaluator(objective)
 
 
 @pytest.mark.parametrize("base", ["dearest", "uniform"])

@@ -98,6 +98,72 @@ def test_records_follow_the_schedule_and_the_budget():
     assert result.history == records
 
 
+class Many(QuadraticObjective):
+    """Enough batches that each part of an allowance is worth something."""
+
+    def __init__(self):
+        super().__init__(8, 3, seed=3, num_batches=12, batch_noise=0.2)
+
+
+@pytest.mark.parametrize("allowance", [60, 200, 399, 400, 2000])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_an_allowance_shortens_every_part(allowance, batches):
+    searcher = rco.RCO(
+        steps=None,
+        refine=None,
+        samples=4,
+        batches_per_sample=batches,
+        max_evaluations=allowance,
+        monotone=False,
+    )
+    result = searcher.search(random_problem(3, 8, 3), Many())
+    spent = result.forwards + 2 * result.backwards
+    # Exchanges may end before the allowance does, when none pays any more.
+    assert 0.6 * allowance < spent <= allowance
+    assert len(result.history) >= 5
+    assert result.history[0].temperature == 1.0
+    assert result.history[-1].temperature <= 0.01 ** (1 - 1.01 / len(result.history))
+    assert {"final", "averaged", "uniform"} <= set(result.candidates)
+
+
+def test_settings_are_upper_bounds_within_an_allowance():
+    result = rco.RCO(steps=6, samples=2, refine=0, max_evaluations=10_000).search(
+        random_problem(3, 8, 3), Many()
+    )
+    assert (len(result.history), result.backwards) == (6, 12)
+    with pytest.raises(ValueError, match="too little for rco"):
+        rco.RCO(steps=None, max_evaluations=5).search(random_problem(3, 8, 3), Many())
+    with pytest.raises(ValueError, match="steps=None goes on until"):
+        rco.RCO(steps=None)
+
+
+def test_a_time_limit_lets_the_temperature_fall_all_the_way():
+    result = rco.RCO(steps=None, refine=None, samples=2, max_seconds=0.6).search(
+        random_problem(3, 8, 3), Many()
+    )
+    assert result.seconds < 3.0
+    assert result.history[-1].temperature < 0.03
+    assert result.candidates["averaged"] is not None
+
+
+def test_the_printed_algorithm_returns_its_final_knapsack():
+    problem = random_problem(3, 8, 3)
+    result = rco.RCO(steps=8, samples=2, choose=False, refine=0, monotone=False).search(problem, Many())
+    assert result.candidates.keys() == {"final"}
+    assert result.forwards == 8 * 2 + 12
+
+
+def test_incumbents_are_feasible_and_end_at_the_final_knapsack():
+    problem = random_problem(3, 8, 3)
+    seen = []
+    result = rco.RCO(steps=8, samples=2, choose=False, refine=0).search(
+        problem, Many(), on_incumbent=lambda record, choices: seen.append((record.step, choices))
+    )
+    assert [step for step, _ in seen] == list(range(1, 9))
+    assert all(problem.is_feasible(choices) for _, choices in seen)
+    assert seen[-1][1].tolist() == result.allocation.tolist()
+
+
 def test_selection_split_decides():
     class Split(QuadraticObjective):
         def __init__(self):

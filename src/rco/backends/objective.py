@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from rco.data.calibration import CalibrationSet
 from rco.losses import Head, chunked_cross_entropy, chunked_kl
 from rco.models.loading import LoadedModel
 
-__all__ = ["LanguageModelObjective", "LossKind", "Reference"]
+__all__ = ["LanguageModelObjective", "LossKind", "OptionErrors", "Reference"]
 
 LossKind = Literal["kl", "cross-entropy"]
 
@@ -41,6 +42,18 @@ class Reference:
         return cls(hidden)
 
 
+class OptionErrors(Protocol):
+    """What is known of every option without running the model."""
+
+    def option_errors(self) -> Tensor:
+        """(N, K) relative squared errors of the weights."""
+        ...
+
+    def output_errors(self) -> Tensor:
+        """(N, K) squared errors of the outputs."""
+        ...
+
+
 class LanguageModelObjective:
     """Mean loss per predicted token of a model whose options are set by gates.
 
@@ -55,12 +68,15 @@ class LanguageModelObjective:
         top_k: Coarsen the KL to the reference's k likeliest tokens and one bucket for the rest.
         selection: The same on the held-back sequences.
         curvature: (N, K, K) second-order cost of a switch, if it is known.
+        errors: Makes the tables that some methods ask for; None: there are none.
 
     Attributes:
         layer_errors: (N, K) sensitivities of layers' outputs, where someone has measured them and set them here.
+        fisher_losses: (N, K) second-order losses, likewise.
     """
 
     layer_errors: Tensor
+    fisher_losses: Tensor
 
     def __init__(
         self,
@@ -75,6 +91,7 @@ class LanguageModelObjective:
         top_k: int | None = None,
         selection: LanguageModelObjective | None = None,
         curvature: Tensor | None = None,
+        errors: OptionErrors | None = None,
     ) -> None:
         self._loaded = loaded
         self._calibration = calibration
@@ -88,7 +105,23 @@ class LanguageModelObjective:
         self.selection = selection if selection is not None else self
         if curvature is not None:
             self.curvature = curvature
+        self._errors = errors
         self.tokens_per_batch = batch_size * calibration.tokens.shape[1]
+
+    @cached_property
+    def option_errors(self) -> Tensor:
+        """(N, K) squared error of every option's weights as a part of the full weights' square."""
+        return self._known_errors().option_errors()
+
+    @cached_property
+    def output_errors(self) -> Tensor:
+        """(N, K) squared error of every option's outputs on the calibration text."""
+        return self._known_errors().output_errors()
+
+    def _known_errors(self) -> OptionErrors:
+        if self._errors is None:
+            raise AttributeError("This objective was made without tables of errors.")
+        return self._errors
 
     def loss(self, gates: Tensor, batch: int) -> Tensor:
         """Loss on one batch of sequences; differentiable in the gates."""

@@ -125,6 +125,8 @@ class QuantizationBackend(Backend):
         self._packed: Mapping[str, Mapping[str, PackedWeight]] | None = None
         self._prior: Tensor | None = None
         self.curvature: Tensor | None = None
+        self.keep_references = False  # for those who open the objective more than once on the same text
+        self._references: dict[str, Reference] = {}
 
     # ---------------------------------------------------------------- problem
 
@@ -262,6 +264,13 @@ class QuantizationBackend(Backend):
 
     def relative_errors(self) -> Tensor:
         """(N, K) relative output error of every option, summed over a group's members; 0 for the original."""
+        return self._statistic("relative_error")
+
+    def output_errors(self) -> Tensor:
+        """(N, K) squared output error of every option, summed over tokens and a group's members."""
+        return self._statistic("error")
+
+    def _statistic(self, name: str) -> Tensor:
         if self.store is None:
             raise ValueError("The candidates have not been built: call prepare() first.")
         store = self.store
@@ -269,13 +278,32 @@ class QuantizationBackend(Backend):
         def error(info: LinearInfo, width: int) -> float:
             if width in (LEAVE_ALONE, PRUNED):
                 return float(width == PRUNED)
-            return recorded(store.statistics, info, option_label(width), "relative_error")
+            return recorded(store.statistics, info, option_label(width), name)
 
         rows = [
             [sum(error(member, width) for member in group.members) for width in self.plan.widths]
             for group in self.plan.groups
         ]
         return torch.tensor(rows, dtype=torch.float64)
+
+    @torch.no_grad()
+    def option_errors(self) -> Tensor:
+        """(N, K) squared error of every option's weights over the square of the full ones, in a group together."""
+        if self.plan.experts:
+            raise AttributeError("The errors of experts' weights are not kept.")
+        packed = self.packed()
+        errors = torch.zeros(len(self.plan.groups), len(self.plan.widths), dtype=torch.float64)
+        for row, group in enumerate(self.plan.groups):
+            whole = 0.0
+            for member in group.members:
+                weight = member.weight.detach().float()
+                whole += float(weight.double().square().sum())
+                for column, width in enumerate(self.plan.widths):
+                    if width != LEAVE_ALONE:
+                        rounded = packed[member.name][option_label(width)].dequantize(torch.float32)
+                        errors[row, column] += (rounded - weight).double().square().sum().cpu()
+            errors[row] /= whole or 1.0
+        return errors
 
     def layer_errors(self, calibration: CalibrationSet) -> Tensor:
         """(N, K) L2 norm of what a group's option does to the output of its layer, its members one at a time.
@@ -356,8 +384,13 @@ class QuantizationBackend(Backend):
 
     def reference(self, calibration: CalibrationSet) -> Reference:
         """The full model's hidden states."""
-        with computing_in(self.loaded.model, self.compute_dtype):
-            return Reference.compute(self.loaded, calibration, self.settings.batch_size)
+        known = self._references.get(calibration.fingerprint)
+        if known is None:
+            with computing_in(self.loaded.model, self.compute_dtype):
+                known = Reference.compute(self.loaded, calibration, self.settings.batch_size)
+            if self.keep_references:
+                self._references[calibration.fingerprint] = known
+        return known
 
     @contextmanager
     def objective(
@@ -387,6 +420,7 @@ class QuantizationBackend(Backend):
                     top_k=self.top_k,
                     selection=held_back,
                     curvature=self.curvature,
+                    errors=self,
                 )
 
             held_back = make(selection, references[1], None) if selection is not None else None

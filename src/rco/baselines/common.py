@@ -10,25 +10,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core.knapsack import Solution, solve_choices, solve_mckp
-from rco.core.problem import AllocationProblem, InfeasibleBudgetError
+from rco.core.knapsack import solve_choices
+from rco.core.problem import AllocationProblem
+from rco.core.process import knapsack
 from rco.core.protocols import Objective
 from rco.core.relaxation import gumbel_noise
 
 __all__ = [
     "HasAcceptance",
     "HasBlocks",
+    "HasFisherLosses",
     "HasOptionErrors",
     "HasOutputErrors",
     "HasTokens",
     "Ladder",
     "blocks_of",
-    "checked_table",
     "draw_feasible",
     "fill_upwards",
     "generator",
-    "knapsack",
-    "one_hot",
     "spent_and_budget",
 ]
 
@@ -48,6 +47,13 @@ class HasOutputErrors(Protocol):
     """An objective that knows what each option does to its group's outputs: squared errors, (N, K)."""
 
     output_errors: Tensor
+
+
+@runtime_checkable
+class HasFisherLosses(Protocol):
+    """An objective that knows its second-order loss of every option from sampled gradients, (N, K)."""
+
+    fisher_losses: Tensor
 
 
 @runtime_checkable
@@ -78,26 +84,6 @@ def generator(seed: int, *counter: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, _STREAM, *counter])))
 
 
-def one_hot(choices: np.ndarray, num_options: int) -> Tensor:
-    """(N, K) float64 gates of an allocation."""
-    return torch.nn.functional.one_hot(torch.from_numpy(choices), num_options).double()
-
-
-def checked_table(table: Any, problem: AllocationProblem, name: str) -> np.ndarray:
-    """An (N, K) table of numbers, finite where an option is allowed; zero elsewhere."""
-    array = np.asarray(torch.as_tensor(table).detach().to("cpu", torch.float64))
-    shape = (problem.num_groups, problem.num_options)
-    if array.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {array.shape}.")
-    if not np.isfinite(array[problem.allowed]).all():
-        group, option = np.argwhere(~np.isfinite(array) & problem.allowed)[0]
-        raise ValueError(
-            f"{name} must be finite for every allowed option, got {array[group, option]} for option {option} of "
-            f"group {group}."
-        )
-    return np.where(problem.allowed, array, 0.0)
-
-
 # ------------------------------------------------------------------------------------ budgets
 
 
@@ -105,18 +91,6 @@ def spent_and_budget(problem: AllocationProblem, choices: np.ndarray) -> tuple[n
     """Exact units spent and allowed, one per budget."""
     dtype = problem.unit_costs.dtype
     return np.array(problem.units(choices), dtype=dtype), np.array(problem.unit_budgets, dtype=dtype)
-
-
-def knapsack(values: np.ndarray | Tensor, problem: AllocationProblem) -> np.ndarray:
-    """Choices of the exact knapsack of some values; an error where it has no solution within the budgets."""
-    solution = solve_mckp(values, problem)
-    assert isinstance(solution, Solution)
-    if (solution.allocation < 0).any():
-        raise InfeasibleBudgetError(
-            f"The knapsack found no allocation within the budgets {problem.budget} (status {solution.status}); "
-            "raise them, or allow cheaper options."
-        )
-    return solution.allocation
 
 
 def draw_feasible(

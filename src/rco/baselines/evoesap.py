@@ -13,10 +13,11 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from torch import Tensor
 
-from rco.baselines.common import HasAcceptance, Ladder, blocks_of, knapsack, spent_and_budget
+from rco.baselines.common import HasAcceptance, Ladder, blocks_of, spent_and_budget
 from rco.baselines.evolution import Evolution, EvolutionProcess
-from rco.baselines.harness import Evaluator, Process
+from rco.core.evaluation import Evaluator
 from rco.core.problem import AllocationProblem
+from rco.core.process import Process, knapsack
 
 __all__ = ["EvoESAP", "Sequences"]
 

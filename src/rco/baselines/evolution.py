@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from rco.baselines.common import HasTokens, generator
-from rco.baselines.harness import BudgetedSearch, Evaluator, Process
+from rco.core.evaluation import Evaluator
 from rco.core.problem import AllocationProblem
+from rco.core.process import BudgetedSearch, Process
 from rco.core.refine import Candidates
 
 __all__ = ["Evolution", "EvolutionProcess"]
@@ -61,6 +62,32 @@ class Evolution(BudgetedSearch):
                 f"There must be one positive number of batches (or tokens) for each of the {len(self.survivors)} "
                 f"stages, got {stages}."
             )
+
+    @classmethod
+    def scaled_to(cls, evaluations: int, generations: int = 50) -> dict[str, Any]:
+        """Settings in the shape of the defaults, small enough for so many generations within the evaluations.
+
+        An allowance that holds a handful of full-size generations is better spent on many small ones: offspring,
+        survivors and batches shrink together, the first stage stays at one batch.
+        """
+        default: dict[str, Any] = {f.name: f.default for f in fields(cls)}
+        for shrink in (2.0**-k for k in np.arange(0.0, 6.0, 0.25)):
+            offspring = max(4, round(default["offspring"] * shrink))
+            survivors = tuple(max(1, round(count * shrink)) for count in default["survivors"])
+            stages = default["batches_per_stage"]
+            batches = tuple(max(2**k, round(count * shrink)) for k, count in enumerate(stages))
+            contestants, cost = offspring, 0
+            for stage, (kept, count) in enumerate(zip(survivors, batches, strict=True)):
+                cost += count * (contestants + (stage == len(stages) - 1))
+                contestants = min(contestants, kept)
+            if cost * generations <= evaluations:
+                break
+        return {
+            "offspring": offspring,
+            "survivors": survivors,
+            "batches_per_stage": batches,
+            "initial": offspring,
+        }
 
     def stage_batches(self, evaluator: Evaluator) -> list[int]:
         """Batches per stage, at most all."""

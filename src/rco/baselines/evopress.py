@@ -13,10 +13,11 @@ from typing import ClassVar, Literal
 import numpy as np
 from torch import Tensor
 
-from rco.baselines.common import Ladder, fill_upwards, knapsack, spent_and_budget
+from rco.baselines.common import Ladder, fill_upwards, spent_and_budget
 from rco.baselines.evolution import Evolution, EvolutionProcess
-from rco.baselines.harness import Evaluator, Process
+from rco.core.evaluation import Evaluator
 from rco.core.problem import AllocationProblem
+from rco.core.process import Process, knapsack
 from rco.core.refine import uniform_allocation
 
 __all__ = ["EvoPress", "LevelSwitch"]
@@ -139,8 +140,10 @@ class _EvoPress(EvolutionProcess):
 class EvoPress(Evolution):
     """Evolutionary search over the true loss, with mutations that keep the budget.
 
-    The defaults are those of its paper for widths: 128 offspring, of which 16, 4 and 1 survive on 2,048, 16,384
-    and 131,072 tokens (here 1, 8 and 64 batches).
+    The defaults are its recommended ones for widths as we remember them (not read again for this package): 128
+    offspring, of which 16, 4 and 1 survive on 2,048, 16,384 and 131,072 tokens (here 1, 8 and 64 batches of 2,048).
+    100 generations is the search budget that the RCO paper quotes from its authors. Under a small allowance
+    :meth:`scaled_to` gives the same shape in small.
 
     Args:
         partners: See :class:`LevelSwitch`.

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.baselines.common import Ladder, draw_feasible, knapsack, one_hot
-from rco.baselines.harness import BudgetedSearch, Evaluator, Process
+from rco.baselines.common import Ladder, draw_feasible
+from rco.core.evaluation import Evaluator, one_hot
 from rco.core.problem import AllocationProblem
+from rco.core.process import BudgetedSearch, Process, knapsack
 from rco.core.refine import Candidates, SampleTracker
 from rco.core.relaxation import batch_order
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from rco.baselines.common import Ladder, spent_and_budget
-from rco.baselines.harness import BudgetedSearch, Evaluator, Process
+from rco.core.evaluation import Evaluator
 from rco.core.problem import AllocationProblem
+from rco.core.process import BudgetedSearch, Process, some_batches
 from rco.core.refine import Candidates
 
 __all__ = ["Greedy", "GreedyDown"]
@@ -86,7 +87,7 @@ class _Greedy(Process):
 
     def advance(self, step: int) -> float:
         if self.batches is None:
-            self.batches = self.some_batches(self._batches_affordable(), self.settings.seed)
+            self.batches = some_batches(self.evaluator, self._batches_affordable(), self.settings.seed)
         if not np.isfinite(self.loss):
             self.loss = float(self.losses(self.choices, self.batches).mean())
         moves, price = self.moves(), self.price()

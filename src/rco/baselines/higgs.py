@@ -2,8 +2,9 @@
 
 The theorem says that small relative errors t_i of the groups raise the loss by sum_i alpha_i t_i^2, whatever
 quantizer made them. Each alpha_i is measured by disturbing group i alone, at several levels, and fitted by least
-squares through the origin; the predicted loss of option k is alpha_i t_ik^2. The disturbances here are the options
-themselves, so that the errors are those of the deployed model.
+squares through the origin; the predicted loss of option k is alpha_i t_ik^2. The published method disturbs with
+noise; the disturbances here are the options themselves, so that the errors are those of the deployed model, and how
+many of them are taken is our choice. Written from the theorem as its abstract and the RCO paper state it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from rco.baselines.common import HasOptionErrors, Ladder, checked_table
-from rco.baselines.harness import Evaluator, Process
+from rco.baselines.common import HasOptionErrors, Ladder
 from rco.baselines.sensitivity import Sensitivity, SwitchProcess
+from rco.core.evaluation import Evaluator
 from rco.core.problem import AllocationProblem
+from rco.core.process import Process, checked_table
 
 __all__ = ["HIGGS", "fit_coefficients"]
 

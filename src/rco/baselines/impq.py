@@ -4,6 +4,10 @@ Every group has two options, a low and a high one. A random order of the groups 
 each switch is measured in the company of those before it. From several orders follows a quadratic surrogate: what
 group i costs alone, plus b_ij where i and j are both low. Its mean marginals are the groups' Shapley values. The
 surrogate is minimised exactly, each product of two switches made linear by one more variable.
+
+Written from the method's abstract (its code is not public): widths 2 and 4, Shapley estimates by progressive
+quantization and the binary quadratic program are its own; the ridge regression behind the interactions, the number
+of orders and the reversed pairs are ours.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.baselines.common import Ladder, generator, knapsack
-from rco.baselines.harness import BudgetedSearch, Evaluator, Process
+from rco.baselines.common import Ladder, generator
+from rco.core.evaluation import Evaluator
 from rco.core.problem import AllocationProblem
+from rco.core.process import BudgetedSearch, Process, knapsack, some_batches
 from rco.core.refine import Candidates, uniform_allocation
 
 __all__ = ["IMPQ", "Surrogate", "fit_surrogate", "minimise_surrogate"]
@@ -174,7 +179,7 @@ class _IMPQ(Process):
         return self.settings.orders if self.switches.size else 0
 
     def _batches(self, step: int) -> list[int]:
-        return self.some_batches(self.settings.batches, self.settings.seed, first=step)
+        return some_batches(self.evaluator, self.settings.batches, self.settings.seed, first=step)
 
     def cost(self, step: int) -> int:
         return (len(self.switches) + 1) * len(self._batches(step))

@@ -9,8 +9,8 @@ first loss that was seen, so that one setting serves objectives of any scale:
   the violation has not shrunk to a quarter over ``patience`` steps.
 
 Their samples are made feasible by the same knapsack, and their candidates are chosen as RCO's are, so that the
-handling of the constraint is the only difference. The default of each schedule is the best of the sweep that
-``rco bench multipliers`` prints.
+handling of the constraint is the only difference. The defaults are round numbers under which all three settle on
+the convex problem of the tests; they are not tuned to any model.
 """
 
 from __future__ import annotations

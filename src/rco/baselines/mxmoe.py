@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.baselines.common import HasOptionErrors, HasOutputErrors, blocks_of, checked_table, knapsack
-from rco.baselines.harness import BudgetedSearch, Evaluator, Process
+from rco.baselines.common import HasOptionErrors, HasOutputErrors, blocks_of
 from rco.baselines.selection import share_budget
+from rco.core.evaluation import Evaluator
 from rco.core.problem import AllocationProblem
+from rco.core.process import BudgetedSearch, Process, checked_table, knapsack
 from rco.core.refine import Candidates
 
 __all__ = ["HasLayerErrors", "MxMoE", "solve_layer"]

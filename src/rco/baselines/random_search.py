@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from rco.baselines.common import draw_feasible
-from rco.baselines.harness import BudgetedSearch, Evaluator, Process
+from rco.core.evaluation import Evaluator
 from rco.core.problem import AllocationProblem
+from rco.core.process import BudgetedSearch, Process, some_batches
 from rco.core.refine import Candidates, spend
 
 __all__ = ["RandomSearch"]
@@ -25,7 +26,7 @@ class _RandomSearch(Process):
         super().__init__(problem, evaluator, prior)
         self.settings = settings
         self.own_candidates = settings.keep
-        self.batches = self.some_batches(settings.batches, settings.seed)
+        self.batches = some_batches(self.evaluator, settings.batches, settings.seed)
         self.best: list[tuple[float, np.ndarray]] = []
 
     @property

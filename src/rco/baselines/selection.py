@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.baselines.common import blocks_of, generator, knapsack
-from rco.baselines.harness import BudgetedSearch, Evaluator, Process
+from rco.baselines.common import blocks_of, generator
+from rco.core.evaluation import Evaluator
 from rco.core.problem import AllocationProblem
+from rco.core.process import BudgetedSearch, Process, knapsack
 from rco.core.refine import Candidates
 
 __all__ = ["RandomPick", "TopGlobal", "TopPerBlock", "share_budget"]

@@ -15,18 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.baselines.common import (
-    HasOptionErrors,
-    HasOutputErrors,
-    Ladder,
-    checked_table,
-    knapsack,
-    one_hot,
-)
-from rco.baselines.harness import BudgetedSearch, Evaluator, Process
+from rco.baselines.common import HasFisherLosses, HasOptionErrors, HasOutputErrors, Ladder
+from rco.core.evaluation import Evaluator, one_hot
 from rco.core.problem import AllocationProblem
+from rco.core.process import BudgetedSearch, Process, checked_table, knapsack, some_batches
 from rco.core.refine import Candidates, uniform_allocation
-from rco.core.relaxation import batch_order
 
 __all__ = [
     "FirstOrder",
@@ -191,9 +184,7 @@ class Sensitivity(BudgetedSearch):
 
     def chosen_batches(self, evaluator: Evaluator) -> list[int]:
         """The batches to measure on, in the order in which they are taken."""
-        available = evaluator.objective.num_batches
-        wanted = available if self.batches is None else min(self.batches, available)
-        return batch_order(available, seed=self.seed, first=0, count=wanted)
+        return some_batches(evaluator, self.batches, self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,12 +228,20 @@ class FirstOrder(Sensitivity):
 
 @dataclass(frozen=True, kw_only=True)
 class Fisher(Sensitivity):
-    """Half the mean squared change of the gradient over batches: the diagonal of the empirical Fisher."""
+    """Half the mean squared change of the gradient: the diagonal of the Fisher information.
+
+    An objective that offers ``fisher_losses`` has drawn the labels from the model itself, which is the Fisher
+    information proper; else the gradients of the loss on each batch make the empirical one.
+    """
 
     name: ClassVar[str] = "fisher"
 
     def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
-        """One backward per batch."""
+        """One backward per batch, or the objective's table."""
+        objective = evaluator.objective
+        if isinstance(objective, HasFisherLosses):
+            table = checked_table(objective.fisher_losses, problem, "fisher_losses")
+            return _Given(problem, evaluator, prior, table)
         base = self.base_choices(problem)
         return _Gradients(problem, evaluator, prior, self.chosen_batches(evaluator), base, order=2)
 

@@ -9,8 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from rco.baselines.common import Ladder, fill_upwards, generator
-from rco.baselines.harness import BudgetedSearch, Evaluator, Process
+from rco.core.evaluation import Evaluator
 from rco.core.problem import AllocationProblem
+from rco.core.process import BudgetedSearch, Process
 from rco.core.refine import Candidates, uniform_allocation
 
 __all__ = ["RandomFill", "Uniform", "UniformFill"]

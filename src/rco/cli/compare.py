@@ -9,10 +9,12 @@ import typer
 
 from rco.cli.jobs import interruptible
 from rco.cli.options import Switches, command_from_config
+from rco.pipeline.compare_configs import CompareQuantizeConfig
 from rco.pipeline.configs import ComparePruneConfig
 
 if TYPE_CHECKING:
     from rco.pipeline.compare import Comparison
+    from rco.pipeline.compare_quantize import QuantizeComparison
 
 __all__ = ["app", "show_comparison"]
 
@@ -77,4 +79,59 @@ def show_comparison(outcome: Comparison, as_json: bool) -> None:
         typer.echo(f"plot        {outcome.plot}")
 
 
+def _quantize(config: CompareQuantizeConfig, switches: Switches) -> None:
+    """Compare ways of choosing widths: the same candidates, tokens and evaluation, several seeds.
+
+    rco compare quantize tiny-llama --bits 2.5 --seeds 1 --workers 2
+
+    rco compare quantize MODEL --bits 2.25,2.5,3.0 --methods rco,rco@0.1,evopress,higgs --allowance tokens=5e6
+    """
+    from rco.cli.progress import make_progress
+    from rco.pipeline.compare_quantize import QuantizeContest, compare_quantization, list_jobs
+
+    if switches.dry_run:
+        jobs, contest = list_jobs(config), QuantizeContest(config)
+        typer.echo(
+            f"would run {len(jobs)} searches ({', '.join(dict.fromkeys(job.label for job in jobs))}) at "
+            f"{', '.join(config.budget_list())}; at most {contest.allowance.tokens or 0:,} tokens each, "
+            f"{sum(job.share for job in jobs) * (contest.allowance.tokens or 0):,.0f} in all"
+        )
+        return
+    with interruptible(), make_progress(switches.quiet or switches.as_json) as progress:
+        outcome = compare_quantization(config, progress)
+    show_widths(outcome, switches.as_json)
+
+
+def show_widths(outcome: QuantizeComparison, as_json: bool) -> None:
+    """The table on stdout, and where the files are."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if as_json:
+        files = {"folder": str(outcome.folder), "plots": [str(path) for path in outcome.plots]}
+        typer.echo(json.dumps({**files, "rows": outcome.rows, "failed": outcome.failed}))
+        return
+    table = Table()
+    for name in ("budget", "method"):
+        table.add_column(name)
+    for name in ("KL to the full model", "perplexity", "bits", "tokens", "seconds", "seeds"):
+        table.add_column(name, justify="right")
+    for row in outcome.rows:
+        table.add_row(
+            row["budget"],
+            row["method"],
+            f"{row['kl']:.4f} ± {row['kl_std']:.4f}",
+            f"{row['perplexity']:.3f} ± {row['perplexity_std']:.3f}",
+            f"{row['bits']:.4f}",
+            f"{row['tokens']:,.0f}",
+            f"{row['seconds']:.0f}",
+            str(row["seeds"]),
+        )
+    Console().print(table)
+    typer.echo(f"tables      {outcome.folder}/comparison.md, .csv, .json")
+    for path in outcome.plots:
+        typer.echo(f"plot        {path}")
+
+
+app.command("quantize")(command_from_config(CompareQuantizeConfig, _quantize))
 app.command("prune")(command_from_config(ComparePruneConfig, _prune))

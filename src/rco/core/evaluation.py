@@ -1,4 +1,4 @@
-"""Asking an objective many questions at once, in the order of the questions, wherever they are answered.
+"""Asking an objective: many questions at once, counted, and within an allowance.
 
 A search knows a whole step's samples, or a round's candidates, before it needs the first answer. Handing them over
 together lets an objective spread them over devices; one that cannot is asked one by one, with the same answers.
@@ -6,15 +6,27 @@ together lets an objective spread them over devices; one that cannot is asked on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core.protocols import Objective
+from rco.core.protocols import CurvedObjective, Objective, selection_objective
 
-__all__ = ["ParallelObjective", "Request", "losses", "losses_and_gradients"]
+__all__ = [
+    "Evaluator",
+    "OutOfAllowance",
+    "ParallelObjective",
+    "Request",
+    "losses",
+    "losses_and_gradients",
+    "one_hot",
+]
 
 Request = tuple[Tensor, int]  # gates (N, K) and a batch
 
@@ -61,3 +73,143 @@ def losses_and_gradients(objective: Objective, requests: Sequence[Request]) -> l
         (gradient,) = torch.autograd.grad(loss, leaf)
         answers.append((float(loss.detach()), gradient))
     return answers
+
+
+class OutOfAllowance(Exception):
+    """The allowance ends within this step; what the step had begun is dropped."""
+
+
+def one_hot(choices: np.ndarray, num_options: int) -> Tensor:
+    """(N, K) float64 gates of an allocation."""
+    return torch.nn.functional.one_hot(torch.from_numpy(choices), num_options).double()
+
+
+class Evaluator:
+    """Counts forwards and backwards, and refuses what the allowance does not hold.
+
+    One evaluation is one batch forwarded; a backward counts as two more, which is what it costs. A part of the
+    allowance may be kept back for the choice among finished candidates, which goes past the limits.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        if objective.num_batches < 1:
+            raise ValueError(f"The objective must have at least one batch, got {objective.num_batches}.")
+        self.objective = objective
+        self.selection = selection_objective(objective)
+        self.selection_batches = range(self.selection.num_batches)
+        self.curvature = objective.curvature if isinstance(objective, CurvedObjective) else None
+        self.forwards = self.backwards = 0
+        self.reserve = 0
+        self.most = self.max_seconds = math.inf
+        self.seconds_before = 0.0
+        self._began = time.perf_counter()
+
+    # -------------------------------------------------------------- allowance
+
+    def limit(self, evaluations: int | None, seconds: float | None) -> None:
+        """Set the allowance; None is no limit."""
+        self.most = math.inf if evaluations is None else evaluations
+        self.max_seconds = math.inf if seconds is None else seconds
+
+    @property
+    def seconds(self) -> float:
+        """Since the search began, over all its parts."""
+        return self.seconds_before + time.perf_counter() - self._began
+
+    @property
+    def evaluations(self) -> int:
+        """Batches forwarded so far, a backward counted as two more."""
+        return self.forwards + 2 * self.backwards
+
+    @property
+    def left(self) -> float:
+        """Evaluations that the allowance still holds, less those kept back."""
+        return self.most - self.reserve - self.evaluations
+
+    @property
+    def in_time(self) -> bool:
+        """Whether the seconds are not used up."""
+        return self.seconds < self.max_seconds
+
+    def _take(self, evaluations: int) -> None:
+        if evaluations > self.left or not self.in_time:
+            raise OutOfAllowance
+
+    # ------------------------------------------------------------ measurements
+
+    @torch.no_grad()
+    def measure(
+        self,
+        function: Callable[[Tensor, int], Tensor],
+        choices: np.ndarray,
+        options: int,
+        batches: Sequence[int],
+    ) -> np.ndarray:
+        """Values of another function of gates and batch, counted like the loss, without gradient."""
+        gates = one_hot(choices, options)
+        values = np.empty(len(batches))
+        for position, batch in enumerate(batches):
+            self._take(1)
+            values[position] = float(function(gates, batch))
+            self.forwards += 1
+        return _finite(values)
+
+    def losses(self, choices: np.ndarray, options: int, batches: Sequence[int]) -> np.ndarray:
+        """Losses of an allocation on some batches of the objective (not of its selection split)."""
+        self._take(len(batches))
+        gates = one_hot(choices, options)
+        found = losses(self.objective, [(gates, batch) for batch in batches])
+        self.forwards += len(batches)
+        return _finite(np.array(found))
+
+    def losses_and_gradients(
+        self, samples: Sequence[tuple[Tensor, Sequence[int]]]
+    ) -> list[tuple[float, Tensor]]:
+        """For each (gates, batches): mean loss over the batches and its gradient with respect to the gates."""
+        requests = [(gates, batch) for gates, batches in samples for batch in batches]
+        self._take(3 * len(requests))
+        answers = iter(losses_and_gradients(self.objective, requests))
+        self.forwards += len(requests)
+        self.backwards += len(requests)
+        found = []
+        for gates, batches in samples:
+            part = list(itertools.islice(answers, len(batches)))
+            mean = float(_finite(np.array([loss for loss, _ in part])).mean())
+            total = torch.zeros_like(gates)
+            for _, gradient in part:
+                total += gradient
+            found.append((mean, total / len(part)))
+        return found
+
+    def loss_and_gradient(self, gates: Tensor, batches: Sequence[int]) -> tuple[float, Tensor]:
+        """Mean loss over some batches and its gradient with respect to the gates."""
+        return self.losses_and_gradients([(gates.detach(), batches)])[0]
+
+    def bend(self, choices: Tensor) -> Tensor | None:
+        """(N, K) second-order cost of switching each group away from ``choices``, if the objective knows it."""
+        if self.curvature is None:
+            return None
+        return self.curvature[torch.arange(len(choices)), choices]
+
+    def selection_losses(self, choices: np.ndarray, num_options: int, batches: Sequence[int]) -> np.ndarray:
+        """Loss of an allocation on each of the given selection batches: for the final choice, always allowed."""
+        return self.many_selection_losses([choices], num_options, batches).reshape(-1)
+
+    def many_selection_losses(
+        self, allocations: Sequence[np.ndarray], num_options: int, batches: Sequence[int]
+    ) -> np.ndarray:
+        """(allocations, batches) losses on the selection split, without gradient; always allowed."""
+        gates = [one_hot(choices, num_options) for choices in allocations]
+        requests = [(each, batch) for each in gates for batch in batches]
+        self.forwards += len(requests)
+        found = losses(self.selection, requests)
+        return _finite(np.array(found)).reshape(len(allocations), len(batches))
+
+
+def _finite(losses: np.ndarray) -> np.ndarray:
+    if not np.isfinite(losses).all():
+        raise FloatingPointError(
+            f"The objective returned {losses[~np.isfinite(losses)][0]}; check the model and the data, or its "
+            "arithmetic type."
+        )
+    return losses

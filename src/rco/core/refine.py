@@ -6,7 +6,6 @@ if it lowers the loss there.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,15 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core import evaluation
+from rco.core.evaluation import Evaluator, one_hot
 from rco.core.knapsack import solve_mckp
 from rco.core.problem import AllocationProblem
-from rco.core.protocols import CurvedObjective, Objective, selection_objective
 from rco.core.result import StepRecord
 
 __all__ = [
     "Candidates",
-    "Counter",
     "Refined",
     "SampleTracker",
     "layer_order",
@@ -39,67 +36,6 @@ _DAMPINGS = (1.0, 2.0, 4.0, 8.0, 16.0)
 _MOVES_PER_SIDE = 512
 # An exchange round ends after this many proposals in a row that did not pay.
 _PATIENCE = 96
-
-
-class Counter:
-    """An objective whose forwards and backwards are counted."""
-
-    def __init__(self, objective: Objective) -> None:
-        self.objective = objective
-        self.selection = selection_objective(objective)
-        self.curvature = objective.curvature if isinstance(objective, CurvedObjective) else None
-        self.forwards = 0
-        self.backwards = 0
-
-    def losses_and_gradients(
-        self, samples: Sequence[tuple[Tensor, Sequence[int]]]
-    ) -> list[tuple[float, Tensor]]:
-        """For each (gates, batches): mean loss over the batches and its gradient with respect to the gates."""
-        requests = [(gates, batch) for gates, batches in samples for batch in batches]
-        answers = iter(evaluation.losses_and_gradients(self.objective, requests))
-        self.forwards += len(requests)
-        self.backwards += len(requests)
-        found = []
-        for gates, batches in samples:
-            losses = []
-            total = torch.zeros_like(gates)
-            for loss, gradient in itertools.islice(answers, len(batches)):
-                losses.append(loss)
-                total += gradient
-            mean = sum(losses) / len(losses)
-            if not math.isfinite(mean):
-                raise FloatingPointError(
-                    f"The objective returned {mean}; check the model and the data, or its arithmetic type."
-                )
-            found.append((mean, total / len(losses)))
-        return found
-
-    def loss_and_gradient(self, gates: Tensor, batches: Sequence[int]) -> tuple[float, Tensor]:
-        """Mean loss over some batches and its gradient with respect to the gates."""
-        return self.losses_and_gradients([(gates.detach(), batches)])[0]
-
-    def bend(self, choices: Tensor) -> Tensor | None:
-        """(N, K) second-order cost of switching each group away from ``choices``, if the objective knows it."""
-        if self.curvature is None:
-            return None
-        return self.curvature[torch.arange(len(choices)), choices]
-
-    def selection_losses(self, choices: np.ndarray, num_options: int, batches: Sequence[int]) -> np.ndarray:
-        """Loss of an allocation on each of the given selection batches, without gradient."""
-        return self.many_selection_losses([choices], num_options, batches).reshape(-1)
-
-    def many_selection_losses(
-        self, allocations: Sequence[np.ndarray], num_options: int, batches: Sequence[int]
-    ) -> np.ndarray:
-        """(allocations, batches) losses on the selection split, without gradient."""
-        gates = [
-            torch.nn.functional.one_hot(torch.from_numpy(choices), num_options).double()
-            for choices in allocations
-        ]
-        requests = [(each, batch) for each in gates for batch in batches]
-        self.forwards += len(requests)
-        found = evaluation.losses(self.selection, requests)
-        return np.array(found).reshape(len(allocations), len(batches))
 
 
 class SampleTracker:
@@ -220,8 +156,8 @@ def uniform_allocation(problem: AllocationProblem) -> np.ndarray:
 class Candidates:
     """Allocations to choose from, each spent if the problem is monotone, compared on the selection batches."""
 
-    def __init__(self, problem: AllocationProblem, counter: Counter) -> None:
-        self.problem, self.counter = problem, counter
+    def __init__(self, problem: AllocationProblem, evaluator: Evaluator) -> None:
+        self.problem, self.evaluator = problem, evaluator
         self.choices: dict[str, np.ndarray] = {}
         self.losses: dict[str, float] = {}
 
@@ -240,17 +176,16 @@ class Candidates:
         """Take the uniform assignment; what it leaves is spent in the order of the groups, one step at a time."""
         self.add("uniform", uniform_allocation(self.problem), torch.from_numpy(layer_order(self.problem)))
 
-    def best(self) -> tuple[str, np.ndarray, float]:
-        """Name, choices and selection loss of the best candidate; equal ones are evaluated once."""
+    def best(self) -> tuple[str, np.ndarray, np.ndarray]:
+        """Name, choices and selection losses of the best candidate; equal ones are evaluated once."""
         different = {choices.tobytes(): choices for choices in self.choices.values()}
-        batches = range(self.counter.selection.num_batches)
-        losses = self.counter.many_selection_losses(
-            list(different.values()), self.problem.num_options, batches
+        found = self.evaluator.many_selection_losses(
+            list(different.values()), self.problem.num_options, self.evaluator.selection_batches
         )
-        means = {key: float(row.mean()) for key, row in zip(different, losses, strict=True)}
-        self.losses = {name: means[choices.tobytes()] for name, choices in self.choices.items()}
+        losses = dict(zip(different, found, strict=True))
+        self.losses = {name: float(losses[c.tobytes()].mean()) for name, c in self.choices.items()}
         name = min(self.losses, key=lambda n: self.losses[n])
-        return name, self.choices[name], self.losses[name]
+        return name, self.choices[name], losses[self.choices[name].tobytes()]
 
 
 @dataclass(frozen=True)
@@ -265,25 +200,33 @@ class Refined:
 
 def refine(
     problem: AllocationProblem,
-    counter: Counter,
+    evaluator: Evaluator,
     choices: np.ndarray,
+    losses: np.ndarray,
     *,
-    allowance: int,
+    allowance: float,
     on_step: Callable[[StepRecord], None] | None = None,
 ) -> Refined:
     """Improve an allocation: many switches at once while a model of the loss finds some that pay, then few.
 
-    At the current allocation the gradient with respect to the gates, with the objective's curvature if it has one,
-    predicts what every switch costs. First the exact knapsack of those predictions is tried, under growing damping;
-    then single switches and exchanges between two groups, most promising first. A move is kept if it lowers the
-    loss on the selection batches; it is given up as soon as a part of them says it does not. ``allowance`` counts
-    passes over the selection batches.
+    The gradient with respect to the gates, with the objective's curvature if it has one, predicts what every switch
+    costs. First the exact knapsack of those predictions is tried, under growing damping, and predicted anew where
+    it paid; then single switches and exchanges between two groups, most promising first. A move is kept if it
+    lowers the loss on the selection batches; it is given up as soon as a part of them says it does not.
+
+    Args:
+        problem: Costs and budget.
+        evaluator: The objective.
+        choices: Where to begin.
+        losses: Of that allocation on every selection batch.
+        allowance: Most evaluations to spend.
+        on_step: Called with a record after every move that is kept.
     """
-    climb = _Climb(problem, counter, choices, allowance, on_step)
+    climb = _Climb(problem, evaluator, choices, losses, allowance, on_step)
     for propose in (climb.knapsacks, climb.exchanges):
-        while climb.spent < allowance and climb.improve(propose):
+        while climb.improve(propose):
             pass
-    return Refined(climb.choices, float(climb.losses.mean()), int(climb.spent), climb.accepted)
+    return Refined(climb.choices, float(climb.losses.mean()), climb.spent, climb.accepted)
 
 
 class _Climb:
@@ -292,37 +235,50 @@ class _Climb:
     def __init__(
         self,
         problem: AllocationProblem,
-        counter: Counter,
+        evaluator: Evaluator,
         choices: np.ndarray,
-        allowance: int,
+        losses: np.ndarray,
+        allowance: float,
         on_step: Callable[[StepRecord], None] | None,
     ) -> None:
-        self.problem, self.counter, self.allowance, self.on_step = problem, counter, allowance, on_step
-        self.batches = list(range(counter.selection.num_batches))
-        self.choices = choices
-        self.losses = counter.selection_losses(choices, problem.num_options, self.batches)
-        self.spent = 1.0
+        self.problem, self.evaluator, self.on_step = problem, evaluator, on_step
+        self.batches = list(evaluator.selection_batches)
+        self.choices, self.losses = choices, losses
+        self.allowance, self._before = allowance, evaluator.evaluations
         self.accepted = 0
         self._tried: set[bytes] = {choices.tobytes()}
         self._predicted: tuple[bytes, np.ndarray, np.ndarray] | None = None
 
-    def predict(self) -> tuple[np.ndarray, np.ndarray]:
-        """(N, K) first- and second-order cost of every switch at the current allocation."""
+    @property
+    def spent(self) -> int:
+        """Evaluations so far."""
+        return self.evaluator.evaluations - self._before
+
+    def affords(self, evaluations: int) -> bool:
+        """Whether that much is left of the allowance, and any time."""
+        return self.spent + evaluations <= self.allowance and self.evaluator.in_time
+
+    def predict(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """(N, K) first- and second-order cost of every switch at the current allocation, if that is affordable."""
         key = self.choices.tobytes()
         if self._predicted is None or self._predicted[0] != key:
+            count = min(self.evaluator.objective.num_batches, len(self.batches))
+            if not self.affords(3 * count):
+                return None
             current = torch.from_numpy(self.choices)
-            gates = torch.nn.functional.one_hot(current, self.problem.num_options).double()
-            count = min(self.counter.objective.num_batches, max(len(self.batches), 1))
-            _, gradient = self.counter.loss_and_gradient(gates, range(count))
-            self.spent += 3.0 * count / len(self.batches)  # a backward costs about two forwards
+            gates = one_hot(self.choices, self.problem.num_options)
+            _, gradient = self.evaluator.loss_and_gradient(gates, range(count))
             linear = (gradient - gradient.gather(1, current[:, None])).numpy()
-            bend = self.counter.bend(current)
+            bend = self.evaluator.bend(current)
             self._predicted = (key, linear, np.zeros_like(linear) if bend is None else bend.numpy())
         return self._predicted[1], self._predicted[2]
 
     def knapsacks(self) -> Iterator[np.ndarray]:
         """Best allocations under the predictions, bolder ones first."""
-        linear, bend = self.predict()
+        predicted = self.predict()
+        if predicted is None:
+            return
+        linear, bend = predicted
         # Without curvature a fixed toll per switch takes its place.
         toll = np.full_like(linear, float(np.median(np.abs(linear))))
         toll[np.arange(len(toll)), self.choices] = 0.0
@@ -336,8 +292,9 @@ class _Climb:
 
     def exchanges(self) -> Iterator[np.ndarray]:
         """Neighbours that differ in one or two groups, most promising first."""
-        linear, bend = self.predict()
-        yield from _proposals(self.problem, self.choices, linear + bend)
+        predicted = self.predict()
+        if predicted is not None:
+            yield from _proposals(self.problem, self.choices, predicted[0] + predicted[1])
 
     def improve(self, propose: Callable[[], Iterator[np.ndarray]]) -> bool:
         """Take the first proposal that pays; False if none does."""
@@ -346,9 +303,11 @@ class _Climb:
             key = proposal.tobytes()
             if key in self._tried or not self.problem.is_feasible(proposal):
                 continue
-            if self.spent >= self.allowance or failures >= _PATIENCE:
+            if failures >= _PATIENCE:
                 return False
             self._tried.add(key)
+            if not self.affords(len(self.batches)):
+                return False
             losses = self._race(proposal)
             if losses is None:
                 failures += 1
@@ -356,7 +315,7 @@ class _Climb:
             self.choices, self.losses = proposal, losses
             self.accepted += 1
             if self.on_step is not None:
-                self.on_step(_record(self.counter, int(self.spent), self.allowance, float(losses.mean())))
+                self.on_step(_record(self.evaluator, self.spent, self.allowance, float(losses.mean())))
             return True  # the predictions were the old allocation's
         return False
 
@@ -366,21 +325,21 @@ class _Climb:
         total = len(self.batches)
         for end in sorted({max(1, total // 4), max(1, total // 2), total}):
             part = self.batches[len(losses) : end]
-            losses.extend(self.counter.selection_losses(proposal, self.problem.num_options, part))
-            self.spent += len(part) / total
+            losses.extend(self.evaluator.selection_losses(proposal, self.problem.num_options, part))
             if not float(np.mean(losses)) < float(self.losses[:end].mean()):
                 return None
         return np.array(losses)
 
 
-def _record(counter: Counter, step: int, allowance: int, loss: float) -> StepRecord:
+def _record(evaluator: Evaluator, step: int, allowance: float, loss: float) -> StepRecord:
     return StepRecord(
         step=step,
-        steps=allowance,
+        steps=int(min(allowance, 10**9)),
         loss=loss,
         best_loss=loss,
-        forwards=counter.forwards,
-        backwards=counter.backwards,
+        forwards=evaluator.forwards,
+        backwards=evaluator.backwards,
+        seconds=evaluator.seconds,
         phase="refine",
     )
 

@@ -51,10 +51,10 @@ def batch_order(num_batches: int, *, seed: int, first: int, count: int) -> list[
     return walk
 
 
-def temperature(step: int, steps: int, tau: tuple[float, float]) -> float:
+def temperature(step: float, steps: float, tau: tuple[float, float]) -> float:
     """Exponential annealing from tau[0] to tau[1]; ``step`` counts from 0 (paper, section 3.1)."""
     start, end = tau
-    return max(end, float(start * (end / start) ** (step / max(steps, 1))))
+    return max(end, float(start * (end / start) ** (step / max(steps, 1.0))))
 
 
 def expected_cost(problem: AllocationProblem, logits: Tensor) -> Tensor:

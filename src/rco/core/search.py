@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
@@ -23,19 +22,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core import refine as refinement
+from rco.core.evaluation import Evaluator
 from rco.core.knapsack import solve_choices
 from rco.core.manifold import BudgetManifold
 from rco.core.optimizer import RiemannianAdam
 from rco.core.problem import AllocationProblem
-from rco.core.protocols import Objective
-from rco.core.refine import Candidates, Counter, SampleTracker
+from rco.core.process import BudgetedSearch, Process, knapsack
+from rco.core.refine import Candidates, SampleTracker, refine, spend
 from rco.core.relaxation import batch_order, expected_cost, gumbel_noise, straight_through, temperature
 from rco.core.result import SearchResult, StepRecord
 
-__all__ = ["RCO", "CallableObjective", "GumbelSearch", "ManifoldWalker", "Walker", "minimize"]
+__all__ = [
+    "RCO",
+    "CallableObjective",
+    "GumbelSearch",
+    "ManifoldWalker",
+    "Schedule",
+    "Walker",
+    "fit_schedule",
+    "minimize",
+]
 
-_STATE_VERSION = 1
+_OWN_CANDIDATES = 4  # most that the loop proposes
+# Shares of an allowance that are left for the choice among candidates, and for the exchanges after it.
+_CHOICE, _REFINE = 0.15, 0.2
+_SHORT = 400  # evaluations below which nothing is left for exchanges
+_FEW_STEPS = 20  # below which samples are given up for steps
+_LOOP_SECONDS = 0.75  # share of the seconds that the loop may take, where seconds are limited
+_OPEN_END = 10**9
 
 
 class Walker(Protocol):
@@ -80,48 +94,45 @@ class ManifoldWalker:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GumbelSearch(ABC):
+class GumbelSearch(BudgetedSearch):
     """Gradient search over whole assignments under an exact budget.
 
     Args:
-        steps: Optimizer steps T.
-        samples: Gumbel samples g per step, whose gradients are averaged.
+        steps: Optimizer steps T; None: as many as the allowance holds.
+        samples: Gumbel samples g per step, whose gradients are averaged; a short allowance may leave fewer.
         lr: Learning rate of Adam on the logits.
         tau: First and last temperature of the exponential schedule.
-        seed: Of the noise and of the order of batches.
         batches_per_sample: Batches of the objective that each sample is evaluated on.
         antithetic: Draw samples in pairs u and 1 - u.
         average_last: Fraction of the steps, counted from the end, whose logits are averaged into a candidate.
-        refine: Most evaluations (passes over the selection batches) that exchange moves may spend; 0: none.
+        refine: Most passes over the selection batches that exchange moves may spend; 0: none; None: what the
+            allowance leaves.
         curvature: Correct the gradient of options that were not sampled by the objective's curvature, if known.
+        choose: Compare the final knapsack with other candidates and the starting points; without, the final one is
+            the result. Algorithm 1 as printed is ``choose=False, refine=0, curvature=False, monotone=False``.
         monotone: Whether costlier options are never worse, so that unspent budget is spent; None: as the
             problem declares.
+        seed, max_evaluations, max_seconds: See :class:`rco.core.process.BudgetedSearch`. An allowance shortens
+            the loop and what follows it; the temperature then falls over what is left.
     """
 
-    name: ClassVar[str]
-
-    steps: int = 200
+    steps: int | None = 200
     samples: int = 16
     lr: float = 0.1
     tau: tuple[float, float] = (1.0, 0.01)
-    seed: int = 0
     batches_per_sample: int = 1
     antithetic: bool = False
     average_last: float = 0.25
-    refine: int = 64
+    refine: int | None = 64
     curvature: bool = True
+    choose: bool = True
     monotone: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, low in (
-            ("steps", 0),
-            ("samples", 1),
-            ("batches_per_sample", 1),
-            ("refine", 0),
-            ("seed", 0),
-        ):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}.")
+        super().__post_init__()
+        self.require(steps=0, samples=1, batches_per_sample=1, refine=0)
+        self.require_end("steps")
+        self.require_end("refine")
         if not self.lr > 0:
             raise ValueError(f"lr must be positive, got {self.lr}.")
         if len(self.tau) != 2 or not 0 < self.tau[1] <= self.tau[0]:
@@ -131,41 +142,20 @@ class GumbelSearch(ABC):
         if self.antithetic and self.samples % 2:
             raise ValueError(f"antithetic sampling needs an even number of samples, got {self.samples}.")
 
+    @property
+    def compares_starts(self) -> bool:
+        """Whether the starting points are among the candidates."""
+        return self.choose
+
     @abstractmethod
     def make_walker(self, problem: AllocationProblem, prior: Tensor) -> Walker:
         """What moves the logits of this method."""
 
-    def search(
-        self,
-        problem: AllocationProblem,
-        objective: Objective,
-        *,
-        prior: Tensor | None = None,
-        on_step: Callable[[StepRecord], None] | None = None,
-        on_checkpoint: Callable[[dict[str, Any]], None] | None = None,
-        resume: Mapping[str, Any] | None = None,
-    ) -> SearchResult:
-        """Find an allocation of low loss that is never over budget and never worse than its starting points.
-
-        Args:
-            problem: Costs and budget.
-            objective: The loss; see :class:`rco.core.protocols.Objective`.
-            prior: (N, K) initial logits, higher is better; zeros if None. One retraction puts them on budget.
-            on_step: Called with a record after every step.
-            on_checkpoint: Called after every step with a state that ``resume`` accepts.
-            resume: A state from ``on_checkpoint``: the search goes on from there to the result it would have
-                reached without interruption.
-        """
-        run = _Run(self, problem, objective, prior)
-        if resume is not None:
-            run.load(resume)
-        while run.step < self.steps:
-            record = run.advance()
-            if on_checkpoint is not None:
-                on_checkpoint(run.state())
-            if on_step is not None:
-                on_step(record)
-        return run.conclude(on_step)
+    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
+        """The loop at its first step, with a schedule that fits the allowance."""
+        if self.monotone is not None and self.monotone != problem.monotone:
+            problem = problem.replace(monotone=self.monotone)
+        return GumbelProcess(problem, evaluator, prior, self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,206 +172,227 @@ class RCO(GumbelSearch):
         return ManifoldWalker(problem, prior, self.lr)
 
 
-class _Run:
-    """The state of one search: logits, optimizer, what has been seen."""
+@dataclass(frozen=True)
+class Schedule:
+    """How an allowance is divided.
+
+    Attributes:
+        steps: Of the loop.
+        samples: Per step.
+        selection: Batches that candidates are compared on.
+        refine: Evaluations for what follows the choice.
+    """
+
+    steps: int
+    samples: int
+    selection: int
+    refine: int
+
+
+def fit_schedule(settings: GumbelSearch, evaluator: Evaluator, candidates: int) -> Schedule:
+    """The settings as they are without an allowance; with one, as much of each part as it holds.
+
+    A part is set aside for choosing among the candidates and for exchanges; the loop has the rest. A short loop is
+    better off with steps than with samples.
+    """
+    available = evaluator.selection.num_batches
+    if math.isinf(evaluator.most):
+        steps, passes = settings.steps, settings.refine
+        if steps is None:
+            steps = _OPEN_END  # ended by seconds
+        if passes is None:
+            passes = _OPEN_END
+        return Schedule(steps, settings.samples, available, passes * available)
+    allowance = int(evaluator.most)
+    short = allowance < _SHORT
+    share = _CHOICE * (2 if short else 1)  # few batches would choose by their noise
+    selection = min(available, max(1, int(share * allowance / candidates)))
+    refined = 0 if short or settings.refine == 0 else int(_REFINE * allowance)
+    if settings.refine is not None:
+        refined = min(refined, settings.refine * selection)
+    left = allowance - candidates * selection - refined
+    samples, per_sample = settings.samples, 3 * settings.batches_per_sample
+    fewer = 2 if settings.antithetic else 1
+    while samples > fewer and left < per_sample * samples * _FEW_STEPS:
+        samples -= fewer
+    steps = max(left // (per_sample * samples), 1)
+    return Schedule(
+        steps if settings.steps is None else min(steps, settings.steps), samples, selection, refined
+    )
+
+
+class GumbelProcess(Process):
+    """The loop's state: the walker, what has been averaged, the best sample."""
 
     def __init__(
-        self, settings: GumbelSearch, problem: AllocationProblem, objective: Objective, prior: Tensor | None
+        self,
+        problem: AllocationProblem,
+        evaluator: Evaluator,
+        prior: Tensor | None,
+        settings: GumbelSearch,
     ) -> None:
-        if objective.num_batches < 1:
-            raise ValueError(f"The objective must have at least one batch, got {objective.num_batches}.")
-        if settings.monotone is not None and settings.monotone != problem.monotone:
-            problem = problem.replace(monotone=settings.monotone)
-        self.settings, self.problem, self.objective = settings, problem, objective
-        self.counter = Counter(objective)
-        self.prior = _check_prior(prior, problem)
-        self.walker = settings.make_walker(problem, self.prior)
-        self.average = torch.zeros_like(self.prior)
+        super().__init__(problem, evaluator, prior)
+        self.settings = settings
+        self.own_candidates = _OWN_CANDIDATES if settings.choose else 1
+        starts = 1 + (prior is not None) if settings.choose else 0
+        self._follow(fit_schedule(settings, evaluator, self.own_candidates + starts))
+        self.walker = settings.make_walker(problem, self.scores())
+        self.average = torch.zeros_like(self.scores())
         # What each option would cost, predicted at the samples of the last steps.
-        self.prices = torch.zeros_like(self.prior)
+        self.prices = torch.zeros_like(self.average)
         self.averaged = 0
-        self.best = SampleTracker(objective.num_batches)
-        self.history: list[StepRecord] = []
-        self.step = 0
-        self.seconds_before = 0.0
-        self.began = time.perf_counter()
+        self.best = SampleTracker(evaluator.objective.num_batches)
+        self.taken = 0
+        self.tau = settings.tau[0]
+
+    def _follow(self, schedule: Schedule) -> None:
+        self.schedule, self.kept_back = schedule, schedule.refine
+        self.evaluator.selection_batches = range(schedule.selection)
 
     @property
-    def logits(self) -> Tensor:
-        return self.walker.logits
+    def steps(self) -> int:
+        """As the schedule says."""
+        return self.schedule.steps
 
     @property
-    def seconds(self) -> float:
-        return self.seconds_before + time.perf_counter() - self.began
+    def done(self) -> bool:
+        """Whether the loop's share of the seconds is used up, where seconds are limited."""
+        return self.progress >= 1.0
 
-    def advance(self) -> StepRecord:
+    def cost(self, step: int) -> int:
+        """A forward and a backward per sample and batch."""
+        return 3 * self.schedule.samples * self.settings.batches_per_sample
+
+    @property
+    def progress(self) -> float:
+        """How much of the loop is over, by steps or by seconds, whichever is further."""
+        by_time = self.evaluator.seconds / (_LOOP_SECONDS * self.evaluator.max_seconds)
+        return max(self.taken / max(self.steps, 1), by_time)
+
+    def advance(self, step: int) -> float:
         """Lines 3 to 14 of Algorithm 1."""
-        settings = self.settings
-        tau = temperature(self.step, settings.steps, settings.tau)
+        settings, logits, samples = self.settings, self.walker.logits, self.schedule.samples
+        self.tau = temperature(self.progress, 1.0, settings.tau)
+        shape = (self.problem.num_groups, self.problem.num_options)
         noise = torch.stack(
             [
-                gumbel_noise(
-                    (self.problem.num_groups, self.problem.num_options),
-                    seed=settings.seed,
-                    step=self.step,
-                    sample=j,
-                    antithetic=settings.antithetic,
-                )
-                for j in range(settings.samples)
+                gumbel_noise(shape, seed=settings.seed, step=step, sample=j, antithetic=settings.antithetic)
+                for j in range(samples)
             ]
         )
-        values = (self.logits.detach() + noise + self.problem.log_allowed).numpy()
+        values = (logits.detach() + noise + self.problem.log_allowed).numpy()
         choices = torch.from_numpy(solve_choices(values, self.problem).choices)
 
         gates = [
-            straight_through((self.logits + noise[j] + self.problem.log_allowed) / tau, choices[j])
-            for j in range(settings.samples)
+            straight_through((logits + noise[j] + self.problem.log_allowed) / self.tau, choices[j])
+            for j in range(samples)
         ]
-        batches = [
-            batch_order(
-                self.objective.num_batches,
-                seed=settings.seed,
-                first=(self.step * settings.samples + j) * settings.batches_per_sample,
-                count=settings.batches_per_sample,
-            )
-            for j in range(settings.samples)
-        ]
-        evaluated = self.counter.losses_and_gradients(
-            [(sample.detach(), walk) for sample, walk in zip(gates, batches, strict=True)]
+        count = settings.batches_per_sample
+        walk = batch_order(
+            self.evaluator.objective.num_batches,
+            seed=settings.seed,
+            first=step * samples * count,
+            count=samples * count,
+        )
+        batches = [walk[j * count : (j + 1) * count] for j in range(samples)]
+        evaluated = self.evaluator.losses_and_gradients(
+            [(sample.detach(), some) for sample, some in zip(gates, batches, strict=True)]
         )
 
-        gradient = torch.zeros_like(self.logits)
-        prices = torch.zeros_like(self.logits)
+        gradient, prices = torch.zeros_like(logits), torch.zeros_like(logits)
         losses = []
         # The order of the sums is fixed here, whoever has evaluated the samples.
         for j, (loss, gate_gradient) in enumerate(evaluated):
-            bend = self.counter.bend(choices[j]) if settings.curvature else None
+            bend = self.evaluator.bend(choices[j]) if settings.curvature else None
             if bend is not None:
                 gate_gradient = gate_gradient + bend
             # The chain rule through the straight-through softmax.
-            (sample_gradient,) = torch.autograd.grad(gates[j], self.logits, gate_gradient)
-            gradient += sample_gradient / settings.samples
-            prices += gate_gradient / settings.samples
+            (sample_gradient,) = torch.autograd.grad(gates[j], logits, gate_gradient)
+            gradient += sample_gradient / samples
+            prices += gate_gradient / samples
             losses.append(loss)
             self.best.see(choices[j].numpy(), batches[j], loss)
 
         self.walker.step(gradient, float(np.mean(losses)))
-        self.step += 1
-        if self.step > settings.steps - max(1, math.ceil(settings.average_last * settings.steps)):
-            self.average += self.logits.detach()
+        self.taken = step + 1
+        # By steps alone the last ones are known beforehand; by seconds they are those after a share of them.
+        if self.progress > 1.0 - settings.average_last or self.taken == self.steps:
+            self.average += logits.detach()
             self.prices += prices.detach()
             self.averaged += 1
-        record = self._record(float(np.mean(losses)), tau)
-        self.history.append(record)
-        return record
+        return float(np.mean(losses))
 
-    def _record(self, loss: float, tau: float) -> StepRecord:
+    def describe(self) -> dict[str, Any]:
+        """Temperature, expected cost, and how far the groups are decided."""
         with torch.no_grad():
-            log_p = torch.log_softmax(self.logits + self.problem.log_allowed, dim=-1)
+            log_p = torch.log_softmax(self.walker.logits + self.problem.log_allowed, dim=-1)
             p = log_p.exp()
-            entropy = -torch.where(p > 0, p * log_p, 0.0).sum(dim=-1).mean() / math.log(
-                max(self.problem.num_options, 2)
-            )
-            cost = expected_cost(self.problem, self.logits)
-        return StepRecord(
-            step=self.step,
-            steps=self.settings.steps,
-            loss=loss,
-            best_loss=self.best.loss,
-            temperature=tau,
-            expected_cost=tuple(cost.reshape(-1).tolist()),
-            entropy=float(entropy),
-            decided=int((p.max(dim=-1).values > 0.9).sum()),
-            forwards=self.counter.forwards,
-            backwards=self.counter.backwards,
-            seconds=self.seconds,
-        )
+            entropy = -torch.where(p > 0, p * log_p, 0.0).sum(dim=-1).mean()
+            cost = expected_cost(self.problem, self.walker.logits)
+        return {
+            "best_loss": self.best.loss,
+            "temperature": self.tau,
+            "expected_cost": tuple(cost.reshape(-1).tolist()),
+            "entropy": float(entropy) / math.log(max(self.problem.num_options, 2)),
+            "decided": int((p.max(dim=-1).values > 0.9).sum()),
+        }
 
-    def conclude(self, on_step: Callable[[StepRecord], None] | None) -> SearchResult:
-        """Line 16 of Algorithm 1, the choice among candidates on the selection split, and the exchanges."""
-        candidates = Candidates(self.problem, self.counter)
-        final = torch.log_softmax(self.logits.detach() + self.problem.log_allowed, dim=-1)
+    def _log_p(self, logits: Tensor) -> Tensor:
+        return torch.log_softmax(logits.detach() + self.problem.log_allowed, dim=-1)
+
+    def incumbent(self) -> np.ndarray:
+        """The exact knapsack of the present logits, spent where that is right."""
+        values = self._log_p(self.walker.logits).numpy()
+        choices = knapsack(values, self.problem)
+        return spend(self.problem, choices, values) if self.problem.monotone else choices
+
+    def propose(self, candidates: Candidates) -> None:
+        """Line 16 of Algorithm 1, and what else the loop has learned."""
+        final = self._log_p(self.walker.logits)
         candidates.add_values("final", final)
+        if not self.settings.choose:
+            return
         if self.averaged:
-            mean = self.average / self.averaged
-            candidates.add_values("averaged", torch.log_softmax(mean + self.problem.log_allowed, dim=-1))
+            candidates.add_values("averaged", self._log_p(self.average / self.averaged))
             candidates.add_values("prices", self.problem.log_allowed - self.prices / self.averaged)
         if self.best.choices is not None:
             candidates.add("best sample", self.best.choices, final)
-        candidates.add_values("prior", torch.log_softmax(self.prior + self.problem.log_allowed, dim=-1))
-        candidates.add_uniform()
-        name, choices, loss = candidates.best()
-        if self.settings.refine:
-            refined = refinement.refine(
-                self.problem, self.counter, choices, allowance=self.settings.refine, on_step=on_step
-            )
-            if refined.loss < loss:
-                candidates.losses["refined"] = refined.loss
-                name, choices, loss = "refined", refined.choices, refined.loss
-        return SearchResult(
-            allocation=self.problem.allocation(choices),
-            loss=loss,
-            cost=self.problem.cost(choices),
-            history=self.history,
-            method=self.settings.name,
-            seed=self.settings.seed,
-            chosen_from=name,
-            candidates=candidates.losses,
-            forwards=self.counter.forwards,
-            backwards=self.counter.backwards,
-            seconds=self.seconds,
-            settings=asdict(self.settings),
-        )
 
-    # -------------------------------------------------------- checkpoints
+    def polish(
+        self, choices: np.ndarray, losses: np.ndarray, on_step: Callable[[StepRecord], None] | None
+    ) -> tuple[np.ndarray, float]:
+        """Exchanges, while the allowance lasts and they pay."""
+        allowance = min(float(self.schedule.refine), self.evaluator.left)
+        if self.settings.refine is None:
+            allowance = self.evaluator.left  # with what the loop has left over
+        if allowance < 1 or not self.evaluator.in_time:
+            return choices, float(losses.mean())
+        refined = refine(self.problem, self.evaluator, choices, losses, allowance=allowance, on_step=on_step)
+        return refined.choices, refined.loss
 
     def state(self) -> dict[str, Any]:
-        """Everything a later process needs, as plain tensors, numbers and lists."""
+        """Logits, walker, averages and the schedule, which a new allowance does not change."""
         return {
-            "version": _STATE_VERSION,
-            "settings": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.settings).items()},
-            "problem": self.problem.fingerprint,
-            "prior": self.prior,
-            "step": self.step,
-            "logits": self.logits.detach().clone(),
+            "schedule": asdict(self.schedule),
+            "taken": self.taken,
+            "logits": self.walker.logits.detach().clone(),
             "walker": self.walker.state_dict(),
             "average": self.average.clone(),
             "prices": self.prices.clone(),
             "averaged": self.averaged,
             "best": self.best.state(),
-            "counter": [self.counter.forwards, self.counter.backwards],
-            "history": [asdict(record) for record in self.history],
-            "seconds": self.seconds,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; another problem, prior or setting is an error, never a mixture."""
-        if state.get("version") != _STATE_VERSION:
-            raise ValueError(
-                f"The checkpoint has version {state.get('version')}, this code reads {_STATE_VERSION}."
-            )
-        if state["problem"] != self.problem.fingerprint:
-            raise ValueError("The checkpoint belongs to another problem (costs, budget or locks differ).")
-        mine = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.settings).items()}
-        for name in mine:
-            if state["settings"][name] != mine[name]:
-                raise ValueError(
-                    f"The checkpoint was made with {name}={state['settings'][name]}, this search has "
-                    f"{name}={mine[name]}; resume with the same settings or start anew."
-                )
-        if not torch.equal(state["prior"], self.prior):
-            raise ValueError("The checkpoint was started from another prior.")
+        """The inverse of :meth:`state`."""
+        self._follow(Schedule(**state["schedule"]))
+        self.taken = state["taken"]
         with torch.no_grad():
-            self.logits.copy_(state["logits"])
+            self.walker.logits.copy_(state["logits"])
         self.walker.load_state_dict(state["walker"])
-        self.average = state["average"].clone()
-        self.prices = state["prices"].clone()
+        self.average, self.prices = state["average"].clone(), state["prices"].clone()
         self.averaged = state["averaged"]
         self.best.load(state["best"])
-        self.counter.forwards, self.counter.backwards = state["counter"]
-        self.step = state["step"]
-        self.seconds_before = state["seconds"]
-        self.history = [_step_record(record) for record in state["history"]]
 
 
 class CallableObjective:
@@ -417,24 +428,6 @@ def minimize(
         raise TypeError(f"Unknown settings {unknown}; RCO takes {sorted(f.name for f in fields(RCO))}.")
     searcher = replace(RCO(), steps=steps, samples=samples, seed=seed, **settings)
     return searcher.search(problem, CallableObjective(loss_of_gates), prior=prior, on_step=on_step)
-
-
-def _step_record(record: Mapping[str, Any]) -> StepRecord:
-    cost = record["expected_cost"]
-    return StepRecord(**{**record, "expected_cost": tuple(cost) if cost is not None else None})
-
-
-def _check_prior(prior: Tensor | None, problem: AllocationProblem) -> Tensor:
-    shape = (problem.num_groups, problem.num_options)
-    if prior is None:
-        return torch.zeros(shape, dtype=torch.float64)
-    prior = torch.as_tensor(prior).detach().to("cpu", torch.float64)
-    if prior.shape != shape:
-        raise ValueError(f"prior must have shape {shape}, got {tuple(prior.shape)}.")
-    prior = torch.where(torch.tensor(problem.allowed), prior, 0.0)
-    if not torch.isfinite(prior).all():
-        raise ValueError("prior must be finite for every allowed option.")
-    return prior
 
 
 def _with_interior(problem: AllocationProblem) -> AllocationProblem:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from rco import tables
 from rco.backends.expert_pruning import SCORES, ExpertPruningBackend, score_table
-from rco.baselines.harness import BudgetedSearch
 from rco.core.result import SearchResult
 from rco.core.search import GumbelSearch
 from rco.data.calibration import CalibrationSet, DataSplits
@@ -25,18 +23,10 @@ from rco.pipeline.prune import PlannedPruning, plan_pruning
 
 __all__ = ["PruneContest", "compare_pruning", "default_tokens", "resolve_method"]
 
-# Shares of an allowance that a gradient search leaves for the choice among candidates, and for refinement.
-_CHOICE, _REFINE = 0.15, 0.2
-# Likewise, most for the sensitivities that it starts from: of a long search, and of a short one.
+# Shares of an allowance for the sensitivities that a gradient search starts from: of a long search, and a short one.
 _SENSITIVITY, _SENSITIVITY_SHORT = 0.2, 0.6
-_FEW_STEPS = 20
-_SHORT = (
-    400  # evaluations below which nothing is left for refinement, nor for steps where sensitivities are known
-)
-_OVERSHOOT = (
-    5  # passes that a refinement may take beyond its own allowance: a gradient, and its last proposal
-)
-_CANDIDATES = 7  # most that a gradient search compares at its end
+_SHORT = 400  # evaluations below which nothing is left for steps where sensitivities are known
+_CANDIDATES = 6  # that RCO compares at its end
 _START_CANDIDATES = 2  # that it has before its first step: the prior's knapsack and the uniform assignment
 # From all experts down is the direction that pruning goes; up from too few for the router is none.
 _ALIASES = {"greedy": "greedy-down"}
@@ -113,18 +103,16 @@ class PruneContest:
         entrant = resolve_method(method)
         allowance = tokens // self.tokens_per_batch
         sensed = self._sense(entrant, data.search, seed, allowance)
+        selection = data.selection
         if sensed and allowance < _SHORT:
             left = (allowance - 3 * sensed) // _START_CANDIDATES
-            selection = min(len(data.selection), max(left, 1) * self.config.batch_size)
+            selection = selection.select(slice(0, max(left, 1) * self.config.batch_size))
             settings = {**search_settings(self.config), "steps": 0, "refine": 0, "seed": seed}
             searcher = make_searcher(entrant.method, settings)
         else:
-            searcher, selection = self._searcher(entrant, seed, allowance - 3 * sensed, len(data.selection))
+            searcher = self._searcher(entrant, seed, allowance - 3 * sensed)
         backend = self.planned.backend
-        with ExitStack() as stack:
-            objective = stack.enter_context(
-                backend.objective(data.search, data.selection.select(slice(0, selection)))
-            )
+        with backend.objective(data.search, selection) as objective:
             result: SearchResult = searcher.search(
                 self.planned.problem, objective, prior=self._prior(backend, entrant, searcher)
             )
@@ -153,37 +141,16 @@ class PruneContest:
         # Baselines take scores as they are; EvoESAP's order within a layer is REAP's, as published.
         return score_table(backend.scores[entrant.score or "reap"])
 
-    def _searcher(self, entrant: Entrant, seed: int, allowance: int, selection: int) -> tuple[Any, int]:
-        """The searcher within the allowance, and how many selection sequences it compares candidates on."""
-        method = entrant.method
-        cls = tables.load(tables.METHODS, method, "method")
-        settings = {**search_settings(self.config), "seed": seed, **entrant.settings}
-        if issubclass(cls, BudgetedSearch):
-            open_ended = {"steps": None, "generations": None}
-            known = {field.name for field in dataclasses.fields(cls)}
-            rules = not known & {"generations", "steps", "lazy"}
-            extra = {} if rules else {"max_evaluations": allowance}
-            return make_searcher(method, {**open_ended, **extra, **entrant.settings, "seed": seed}), selection
-        size = self.config.batch_size
-        short = allowance < _SHORT
-        share = _CHOICE * (2 if short else 1)  # few sequences would choose by their noise
-        chosen = min(selection, max(1, int(share * allowance / _CANDIDATES)) * size)
-        passes = -(-chosen // size)
-        refine = 0 if short or not self.config.refine else int(_REFINE * allowance / passes)
-        overshoot = _OVERSHOOT if refine else 0
-        left = allowance - passes * (_CANDIDATES + refine + overshoot)
-        samples = self.config.samples
-        while samples > 1 and left < 3 * samples * _FEW_STEPS:
-            samples -= 1  # a short search is better off with steps than with samples
-        steps = int(left / (3 * samples))
-        if steps < 1:
-            raise ValueError(
-                f"{allowance * self.tokens_per_batch:,} tokens are too few for {method}: one step with "
-                f"{self.config.samples} samples takes {3 * self.config.samples * self.tokens_per_batch:,}."
-            )
-        return make_searcher(
-            method, {**settings, "steps": steps, "samples": samples, "refine": refine}
-        ), chosen
+    def _searcher(self, entrant: Entrant, seed: int, allowance: int) -> Any:
+        """The searcher within the allowance; RCO and its kin with the settings of the configuration."""
+        cls = tables.load(tables.METHODS, entrant.method, "method")
+        known = {field.name for field in dataclasses.fields(cls)}
+        settings = search_settings(self.config) if issubclass(cls, GumbelSearch) else {}
+        settings |= {"steps": None, "generations": None, "seed": seed}
+        settings["refine"] = None if self.config.refine else 0
+        if known & {"generations", "steps", "lazy"}:  # rules have nothing to limit
+            settings["max_evaluations"] = allowance
+        return make_searcher(entrant.method, {**settings, **entrant.settings})
 
     def judge(self, method: str, seed: int, result: SearchResult) -> dict[str, Any]:
         """KL and perplexity on held-out text under the deployed routing."""

@@ -17,7 +17,7 @@ from rco.models.precision import computing_in, default_compute_dtype
 from rco.pipeline.configs import EvaluateConfig
 from rco.pipeline.progress import Progress, Silent
 
-__all__ = ["checkpoint_of", "evaluate", "headline"]
+__all__ = ["checkpoint_of", "evaluate", "headline", "measure_tasks"]
 
 # What a task is judged by, in the order of preference; the two spellings of pass@1 are HumanEval's and MBPP's.
 _HEADLINES = ("acc", "pass@1", "pass_at_1", "exact_match")
@@ -77,15 +77,21 @@ def _row(name: str, loaded: LoadedModel, data: CalibrationSet, config: EvaluateC
     }
     if loaded.path is not None and any(loaded.path.glob("*.safetensors")):
         row["bytes"] = checkpoint_size(loaded.path)["bytes"]
-    wanted = [part.strip() for part in (config.tasks or "").split(",") if part.strip()]
-    files = [part for part in wanted if part.endswith(".jsonl")]
-    named = [part for part in wanted if not part.endswith(".jsonl")]
-    tasks = {Path(file).stem: evaluate_task(loaded, load_task(file, limit=config.limit)) for file in files}
-    if named:
-        tasks.update(run_harness(loaded, named, limit=config.limit, seed=config.seed))
+    tasks = measure_tasks(loaded, config.tasks, config.limit, config.seed)
     if tasks:
         row["tasks"] = tasks
     return row
+
+
+def measure_tasks(loaded: LoadedModel, listed: str | None, limit: int | None, seed: int) -> dict[str, Any]:
+    """Results by task: JSONL files are read here, other names go to lm-eval."""
+    wanted = [part.strip() for part in (listed or "").split(",") if part.strip()]
+    files = [part for part in wanted if part.endswith(".jsonl")]
+    named = [part for part in wanted if not part.endswith(".jsonl")]
+    tasks = {Path(file).stem: evaluate_task(loaded, load_task(file, limit=limit)) for file in files}
+    if named:
+        tasks.update(run_harness(loaded, named, limit=limit, seed=seed))
+    return tasks
 
 
 def _add_recovery(rows: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""The part that all baselines have in common: allowance, progress, checkpoints, and the choice at the end.
+"""What all searchers have in common: allowance, progress, checkpoints, and the choice at the end.
 
 A method supplies a :class:`Process`, which advances step by step and at the end proposes candidates.
 :class:`BudgetedSearch` runs it within its allowance and returns the best candidate on the selection split, with
@@ -8,7 +8,6 @@ the starting points among them.
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,97 +17,55 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.baselines.common import checked_table, knapsack, one_hot
-from rco.core.problem import AllocationProblem
+from rco.core.evaluation import Evaluator, OutOfAllowance
+from rco.core.knapsack import Solution, solve_mckp
+from rco.core.problem import AllocationProblem, InfeasibleBudgetError
 from rco.core.protocols import Objective
-from rco.core.refine import Candidates, Counter, uniform_allocation
+from rco.core.refine import Candidates, uniform_allocation
 from rco.core.relaxation import batch_order
 from rco.core.result import SearchResult, StepRecord
 
-__all__ = ["BudgetedSearch", "Evaluator", "OutOfAllowance", "Process"]
+__all__ = ["BudgetedSearch", "OnIncumbent", "Process", "checked_table", "knapsack", "some_batches"]
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 _OPEN_END = 10**9
 _ALLOWANCE = ("max_evaluations", "max_seconds")  # may change when a search is resumed
 
-
-class OutOfAllowance(Exception):
-    """The allowance ends within this step; what the step had begun is dropped."""
+OnIncumbent = Callable[[StepRecord, np.ndarray], None]
 
 
-class Evaluator(Counter):
-    """An objective with counts and an allowance."""
+def checked_table(table: Any, problem: AllocationProblem, name: str) -> np.ndarray:
+    """An (N, K) table of numbers, finite where an option is allowed; zero elsewhere."""
+    array = np.asarray(torch.as_tensor(table).detach().to("cpu", torch.float64))
+    shape = (problem.num_groups, problem.num_options)
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {array.shape}.")
+    if not np.isfinite(array[problem.allowed]).all():
+        group, option = np.argwhere(~np.isfinite(array) & problem.allowed)[0]
+        raise ValueError(
+            f"{name} must be finite for every allowed option, got {array[group, option]} for option {option} of "
+            f"group {group}."
+        )
+    return np.where(problem.allowed, array, 0.0)
 
-    def __init__(self, objective: Objective) -> None:
-        super().__init__(objective)
-        self._most = self._max_seconds = math.inf
-        self._began = time.perf_counter()
-        self.seconds_before = 0.0
 
-    def limit(self, evaluations: int | None, seconds: float | None, reserve: int) -> None:
-        """Set the allowance; ``reserve`` evaluations are kept back for the final choice."""
-        self._most = math.inf if evaluations is None else evaluations - reserve
-        self._max_seconds = math.inf if seconds is None else seconds
+def knapsack(values: np.ndarray | Tensor, problem: AllocationProblem) -> np.ndarray:
+    """Choices of the exact knapsack of some values; an error where it has no solution within the budgets."""
+    solution = solve_mckp(values, problem)
+    assert isinstance(solution, Solution)
+    if (solution.allocation < 0).any():
+        raise InfeasibleBudgetError(
+            f"The knapsack found no allocation within the budgets {problem.budget} (status {solution.status}); "
+            "raise them, or allow cheaper options."
+        )
+    return solution.allocation
 
-    @property
-    def seconds(self) -> float:
-        """Since the search began, over all its parts."""
-        return self.seconds_before + time.perf_counter() - self._began
 
-    @property
-    def evaluations(self) -> int:
-        """Batches forwarded so far, a backward counted as two more."""
-        return self.forwards + 2 * self.backwards
-
-    @property
-    def allowance(self) -> float:
-        """Evaluations allowed in all, less those kept back."""
-        return self._most
-
-    @property
-    def left(self) -> float:
-        """Evaluations that the allowance still holds."""
-        return self._most - self.evaluations
-
-    @property
-    def in_time(self) -> bool:
-        """Whether the seconds are not used up."""
-        return self.seconds < self._max_seconds
-
-    def _take(self, evaluations: int) -> None:
-        if evaluations > self.left or not self.in_time:
-            raise OutOfAllowance
-
-    @torch.no_grad()
-    def measure(
-        self,
-        function: Callable[[Tensor, int], Tensor],
-        choices: np.ndarray,
-        options: int,
-        batches: Sequence[int],
-    ) -> np.ndarray:
-        """Values of a function of gates and batch, without gradient."""
-        gates = one_hot(choices, options)
-        values = np.empty(len(batches))
-        for position, batch in enumerate(batches):
-            self._take(1)
-            values[position] = float(function(gates, batch))
-            self.forwards += 1
-        if not np.isfinite(values).all():
-            raise FloatingPointError(
-                f"The objective returned {values[~np.isfinite(values)][0]}; check the model and the data, or its "
-                "arithmetic type."
-            )
-        return values
-
-    def losses(self, choices: np.ndarray, options: int, batches: Sequence[int]) -> np.ndarray:
-        """Losses of an allocation on some batches of the objective (not of its selection split)."""
-        return self.measure(self.objective.loss, choices, options, batches)
-
-    def loss_and_gradient(self, gates: Tensor, batches: Sequence[int]) -> tuple[float, Tensor]:
-        """Mean loss and gradient with respect to the gates, if the allowance holds them."""
-        self._take(3 * len(batches))
-        return super().loss_and_gradient(gates, batches)
+def some_batches(evaluator: Evaluator, count: int | None, seed: int, first: int = 0) -> list[int]:
+    """That many different batches in an order that the seed decides; all of them for None."""
+    available = evaluator.objective.num_batches
+    wanted = available if count is None else min(count, available)
+    return batch_order(available, seed=seed, first=first * available, count=wanted)
 
 
 class Process(ABC):
@@ -119,6 +76,7 @@ class Process(ABC):
     """
 
     own_candidates: int = 1  # most that ``propose`` adds
+    kept_back: int = 0  # evaluations that ``polish`` may count on
 
     def __init__(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> None:
         self.problem, self.evaluator, self.prior = problem, evaluator, prior
@@ -146,6 +104,23 @@ class Process(ABC):
     def propose(self, candidates: Candidates) -> None:
         """Hand over what was found."""
 
+    def incumbent(self) -> np.ndarray | None:
+        """The allocation that would be handed over now, where that is cheap to say."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """What a step's record says beside its loss and its counts."""
+        return {}
+
+    def polish(
+        self, choices: np.ndarray, losses: np.ndarray, on_step: Callable[[StepRecord], None] | None
+    ) -> tuple[np.ndarray, float]:
+        """Improve the chosen candidate with what is left of the allowance; most methods leave it as it is.
+
+        ``losses`` are the candidate's, one per selection batch; the loss that is returned is a mean over them.
+        """
+        return choices, float(losses.mean())
+
     def state(self) -> dict[str, Any]:
         """Plain tensors, numbers and lists."""
         return {}
@@ -159,19 +134,12 @@ class Process(ABC):
         """Losses of an allocation on some batches."""
         return self.evaluator.losses(choices, self.problem.num_options, batches)
 
-    def some_batches(self, count: int | None, seed: int, first: int = 0) -> list[int]:
-        """That many different batches in an order that the seed decides; all of them for None."""
-        available = self.evaluator.objective.num_batches
-        wanted = available if count is None else min(count, available)
-        return batch_order(available, seed=seed, first=first * available, count=wanted)
-
     def planned(self, steps: int | None, cost: int) -> int:
         """The steps asked for; for None as many as the allowance holds, which is open where only time limits it."""
         if steps is not None:
             return steps
-        return (
-            _OPEN_END if math.isinf(self.evaluator.allowance) else int(self.evaluator.allowance // cost) + 1
-        )
+        allowance = self.evaluator.most - self.evaluator.reserve
+        return _OPEN_END if math.isinf(allowance) else int(allowance // cost) + 1
 
     def scores(self) -> Tensor:
         """The prior, or zeros."""
@@ -182,12 +150,12 @@ class Process(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetedSearch(ABC):
-    """A baseline: one allocation within the exact budget and the allowance.
+    """A method: one allocation within the exact budget and the allowance.
 
     Args:
         seed: Of all that is drawn.
         max_evaluations: Most batches of the objective to forward, a backward counting as two more, the final
-            choice included; None: as many as the method's settings ask for.
+            choice and all that follows it included; None: as many as the method's settings ask for.
         max_seconds: Seconds after which no new evaluation begins, except for the final choice.
     """
 
@@ -208,6 +176,11 @@ class BudgetedSearch(ABC):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, or None for no limit, got {value}.")
+
+    @property
+    def compares_starts(self) -> bool:
+        """Whether the uniform assignment and the prior's knapsack are compared with what was found."""
+        return True
 
     def require(self, **least: float) -> None:
         """An error for a setting below its least value."""
@@ -235,9 +208,10 @@ class BudgetedSearch(ABC):
         prior: Tensor | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
         on_checkpoint: Callable[[dict[str, Any]], None] | None = None,
+        on_incumbent: OnIncumbent | None = None,
         resume: Mapping[str, Any] | None = None,
     ) -> SearchResult:
-        """Find an allocation of low loss that is never over budget and never worse than the uniform one.
+        """Find an allocation of low loss that is never over budget and never worse than its starting points.
 
         Args:
             problem: Costs and budget.
@@ -245,6 +219,8 @@ class BudgetedSearch(ABC):
             prior: (N, K) scores, higher is better.
             on_step: Called with a record after every step.
             on_checkpoint: Called after every step with a state that ``resume`` accepts.
+            on_incumbent: Called after every step with its record and the allocation that the search would return
+                if it ended there, for methods that have one.
             resume: A state from ``on_checkpoint``; the search goes on to the result it would have reached. The
                 allowance may differ, nothing else.
         """
@@ -256,7 +232,9 @@ class BudgetedSearch(ABC):
                 on_checkpoint(run.state())
             if on_step is not None:
                 on_step(record)
-        return run.conclude()
+            if on_incumbent is not None and (choices := run.process.incumbent()) is not None:
+                on_incumbent(record, choices)
+        return run.conclude(on_step)
 
 
 class _Run:
@@ -265,23 +243,28 @@ class _Run:
     def __init__(
         self, settings: BudgetedSearch, problem: AllocationProblem, objective: Objective, prior: Tensor | None
     ) -> None:
-        if objective.num_batches < 1:
-            raise ValueError(f"The objective must have at least one batch, got {objective.num_batches}.")
         self.settings, self.problem = settings, problem
         self.prior = None if prior is None else torch.from_numpy(checked_table(prior, problem, "prior"))
-        self.evaluator = Evaluator(objective)
-        self.process = settings.begin(problem, self.evaluator, self.prior)
         self.uniform = uniform_allocation(problem)
-        compared = self.process.own_candidates + 1 + int(settings.starts_from_prior and prior is not None)
-        reserve = compared * self.evaluator.selection.num_batches
-        self.evaluator.limit(settings.max_evaluations, settings.max_seconds, reserve)
-        self._check_allowance(reserve)
+        self.evaluator = Evaluator(objective)
+        self.evaluator.limit(settings.max_evaluations, settings.max_seconds)
+        self.process = settings.begin(problem, self.evaluator, self.prior)
+        self._keep_back()
+        self._check_allowance()
         self.step = 0
         self.best = math.inf
         self.history: list[StepRecord] = []
 
-    def _check_allowance(self, reserve: int) -> None:
+    def _keep_back(self) -> None:
+        """Set evaluations aside for the final choice and what follows it."""
+        settings = self.settings
+        compared = self.process.own_candidates + int(settings.compares_starts)
+        compared += int(settings.compares_starts and settings.starts_from_prior and self.prior is not None)
+        self.evaluator.reserve = compared * len(self.evaluator.selection_batches) + self.process.kept_back
+
+    def _check_allowance(self) -> None:
         first = self.process.cost(0) if self.process.steps and not self.process.done else 0
+        reserve = self.evaluator.reserve
         if self.evaluator.left < first:
             raise ValueError(
                 f"max_evaluations={self.settings.max_evaluations} is too little for {self.settings.name}: its "
@@ -302,31 +285,35 @@ class _Run:
             return None
         self.step += 1
         self.best = min(self.best, loss)
-        record = StepRecord(
-            step=self.step,
-            steps=process.steps,
-            loss=loss,
-            best_loss=self.best,
-            forwards=evaluator.forwards,
-            backwards=evaluator.backwards,
-            seconds=evaluator.seconds,
-        )
+        described: dict[str, Any] = {
+            "step": self.step,
+            "steps": process.steps,
+            "loss": loss,
+            "best_loss": self.best,
+            "forwards": evaluator.forwards,
+            "backwards": evaluator.backwards,
+            "seconds": evaluator.seconds,
+            **process.describe(),
+        }
+        record = StepRecord(**described)
         self.history.append(record)
         return record
 
-    def conclude(self) -> SearchResult:
-        """Compare what was found with the starting points, on the selection split."""
-        candidates = Candidates(self.problem, self.evaluator)
+    def conclude(self, on_step: Callable[[StepRecord], None] | None) -> SearchResult:
+        """Compare what was found with the starting points on the selection split, and polish the winner."""
+        candidates = Candidates(self.process.problem, self.evaluator)
         self.process.propose(candidates)
-        if self.settings.starts_from_prior and self.prior is not None:
-            candidates.add("prior", knapsack(self.prior, self.problem), self.prior)
-        if self.settings.spends_uniform:
-            candidates.add("uniform", self.uniform, self.process.scores())
-        else:
-            candidates.choices["uniform"] = self.uniform
+        if self.settings.compares_starts:
+            self._add_starts(candidates)
         for name, choices in candidates.choices.items():
             assert self.problem.is_feasible(choices), f"{self.settings.name} proposed {name} over budget"
-        name, choices, loss = candidates.best()
+        name, choices, losses = candidates.best()
+        loss = float(losses.mean())
+        self.evaluator.reserve = 0
+        polished, better = self.process.polish(choices, losses, on_step)
+        if better < loss:
+            name, choices, loss = "refined", polished, better
+            candidates.losses[name] = loss
         settings = asdict(self.settings)
         return SearchResult(
             allocation=self.problem.allocation(choices),
@@ -342,6 +329,14 @@ class _Run:
             seconds=self.evaluator.seconds,
             settings={**settings, **self.process.notes, "steps_taken": self.step},
         )
+
+    def _add_starts(self, candidates: Candidates) -> None:
+        if self.settings.starts_from_prior and self.prior is not None:
+            candidates.add("prior", knapsack(self.prior, self.problem), self.prior)
+        if self.settings.spends_uniform:
+            candidates.add_uniform()
+        else:
+            candidates.choices["uniform"] = self.uniform
 
     # -------------------------------------------------------- checkpoints
 
@@ -388,5 +383,11 @@ class _Run:
         self.step, self.best = state["step"], state["best"]
         self.evaluator.forwards, self.evaluator.backwards = state["counter"]
         self.evaluator.seconds_before = state["seconds"]
-        self.history = [StepRecord(**record) for record in state["history"]]
+        self.history = [_step_record(record) for record in state["history"]]
         self.process.load(state["process"])
+        self._keep_back()
+
+
+def _step_record(record: Mapping[str, Any]) -> StepRecord:
+    cost = record["expected_cost"]
+    return StepRecord(**{**record, "expected_cost": tuple(cost) if cost is not None else None})

@@ -1,0 +1,89 @@
+"""The settings of ``rco compare quantize``: those of one quantization, and what is compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rco.pipeline.configs import QuantizeConfig
+from rco.settings import setting
+
+__all__ = ["CompareQuantizeConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareQuantizeConfig(QuantizeConfig):
+    """Methods side by side at one or more budgets; the flags of ``rco compare quantize``."""
+
+    methods: str = setting(
+        "rco,rco@0.1,rco-plain,evopress,impq,higgs,one-at-a-time,fisher,first-order,output-error,greedy,"
+        "greedy-down,random,lagrangian,augmented-lagrangian,penalty,frank-wolfe,uniform,uniform-fill,"
+        "uniform-random-fill",
+        help="Comma-separated; see `rco ls methods`. METHOD@0.1 has a tenth of the allowance, METHOD+prior starts "
+        "from RCO's prior, rco-plain is Algorithm 1 as printed.",
+        panel="Comparison",
+    )
+    seeds: int = setting(3, help="Seeds of each search; the data stay the same.", panel="Comparison")
+    allowance: str | None = setting(
+        None,
+        help="What every search may spend: tokens=NUMBER (a backward counts as two), seconds=NUMBER, or both; "
+        "default: the tokens that rco takes.",
+        panel="Comparison",
+    )
+    curves: bool = setting(
+        True, help="Judge each search on its way, too, with the first seed.", panel="Comparison"
+    )
+    tasks: str | None = setting(
+        None, help="Tasks to measure, too: JSONL files or lm-eval names, comma-separated.", panel="Comparison"
+    )
+    limit: int | None = setting(None, help="Items per task.", panel="Comparison")
+    workers: int = setting(1, help="Processes that run searches at the same time.", panel="Machine")
+    threads: int = setting(1, help="Threads of each process.", panel="Machine")
+    compute: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        help="Type of the arithmetic; auto: float32 on a CPU, the checkpoint's elsewhere.",
+        panel="Machine",
+    )
+
+    def budget_list(self) -> list[str]:
+        """The budgets, as they were written."""
+        return [part.strip() for part in (self._budget()[1] or "").split(",") if part.strip()]
+
+    def _budget(self) -> tuple[str, str | None]:
+        named = [(kind, text) for kind, text in self.budgets().items() if text is not None]
+        if len(named) != 1:
+            raise ValueError(
+                f"Give one kind of budget, such as --bits 2.25,2.5; got {[k for k, _ in named] or 'none'}."
+            )
+        return named[0]
+
+    def single(self, budget: str) -> QuantizeConfig:
+        """The same with one of the budgets."""
+        named: dict[str, Any] = {self._budget()[0]: budget}
+        return dataclasses.replace(self, **named)
+
+    def folder(self) -> Path:
+        """Where the comparison is kept."""
+        kind, text = self._budget()
+        name = f"compare-{Path(self.model).name}-{kind}-{text}"
+        return self.out or Path("runs") / "".join(c if c.isalnum() or c in "-._" else "-" for c in name)
+
+    def identity(self) -> dict[str, Any]:
+        """As for a run; budgets, seeds and methods may be added to a comparison later."""
+        described = super().identity()
+        free = (
+            *self.budgets(),
+            "seeds",
+            "methods",
+            "searcher",
+            "format",
+            "store",
+            "curves",
+            "workers",
+            "threads",
+        )
+        for name in free:
+            described.pop(name)
+        return described

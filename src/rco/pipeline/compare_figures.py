@@ -1,0 +1,125 @@
+"""The plots of a comparison: quality against bits, quality against tokens, recovery with wall time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rco.folders import atomic_path
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_comparison"]
+
+# Colours that differ for colour-blind readers; RCO has the first, in a heavier line.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999", "#222222")
+_MARKERS = "os^Dv<>PX*ph"
+
+
+def draw_comparison(
+    folder: Path,
+    rows: Sequence[Mapping[str, Any]],
+    entries: Sequence[Mapping[str, Any]],
+    about: Mapping[str, Any],
+) -> list[Path]:
+    """Draw what there is to draw; a comparison at one budget has no curve against bits.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    budgets = list(dict.fromkeys(row["budget"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in sorted(rows, key=lambda row: float(row["kl"]))))
+    style = {method: _style(method, place) for place, method in enumerate(methods)}
+    drawn = []
+    if len(budgets) > 1:
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        _quality(figure.subplots(), rows, style)
+        drawn.append(_save(figure, folder / "quality.svg"))
+    if any("curve" in entry for entry in entries):
+        figure = Figure(figsize=(1.5 + 4.5 * len(budgets), 4.2), layout="constrained")
+        panels = figure.subplots(1, len(budgets), squeeze=False)[0]
+        for axes, budget in zip(panels, budgets, strict=True):
+            _any_time(axes, [entry for entry in entries if entry["budget"] == budget], style)
+            axes.set_title(f"{budget}", fontsize=10)
+        panels[-1].legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        drawn.append(_save(figure, folder / "tokens.svg"))
+    figure = Figure(figsize=(1.5 + 4.5 * len(budgets), 0.32 * len(methods) + 1.4), layout="constrained")
+    for axes, budget in zip(figure.subplots(1, len(budgets), squeeze=False)[0], budgets, strict=True):
+        _recovery(
+            axes, [row for row in rows if row["budget"] == budget], bool(about["full_model"].get("tasks"))
+        )
+        axes.set_title(f"{budget}", fontsize=10)
+    drawn.append(_save(figure, folder / "recovery.svg"))
+    return drawn
+
+
+def _style(method: str, place: int) -> dict[str, Any]:
+    leading = method.startswith("rco")
+    return {
+        "color": _COLOURS[place % len(_COLOURS)],
+        "marker": _MARKERS[place % len(_MARKERS)],
+        "linewidth": 2.0 if leading else 1.0,
+        "markersize": 5 if leading else 4,
+        "label": method,
+    }
+
+
+def _quality(axes: Axes, rows: Sequence[Mapping[str, Any]], style: Mapping[str, dict[str, Any]]) -> None:
+    for method, look in style.items():
+        mine = sorted((row for row in rows if row["method"] == method), key=lambda row: float(row["bits"]))
+        axes.errorbar(
+            [row["bits"] for row in mine],
+            [row["kl"] for row in mine],
+            yerr=[row["kl_std"] for row in mine],
+            capsize=2,
+            **look,
+        )
+    axes.set_yscale("log")
+    axes.set_xlabel("average width (bits)")
+    axes.set_ylabel("KL to the full model (nats per token)")
+    axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    _plain(axes)
+
+
+def _any_time(axes: Axes, entries: Sequence[Mapping[str, Any]], style: Mapping[str, dict[str, Any]]) -> None:
+    for method, look in style.items():
+        for entry in entries:
+            if entry["label"] == method and "curve" in entry:
+                axes.plot(*zip(*entry["curve"], strict=True), **look)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens (a backward counts as two)")
+    axes.set_ylabel("KL to the full model")
+    _plain(axes)
+
+
+def _recovery(axes: Axes, rows: Sequence[Mapping[str, Any]], tasks: bool) -> None:
+    shown = sorted(rows, key=lambda row: float(row["recovery"]))
+    bars = axes.barh(
+        [row["method"] for row in shown],
+        [row["recovery"] for row in shown],
+        color=["#0072b2" if row["method"].startswith("rco") else "#b8c4cc" for row in shown],
+    )
+    axes.bar_label(bars, [f" {row['seconds']:.0f} s" for row in shown], fontsize=7)
+    low = min(row["recovery"] for row in shown)
+    axes.set_xlim(max(0.0, low - 0.2 * (100.0 - low)), 100.0)
+    axes.set_xlabel(
+        "accuracy, % of the full model's" if tasks else "full model's perplexity, % of this one's"
+    )
+    axes.tick_params(labelsize=8)
+    _plain(axes)
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="svg")
+    return path

@@ -1,0 +1,305 @@
+"""Ways of choosing widths, side by side: the same candidates, the same tokens, the same evaluation.
+
+Every search may forward the same number of tokens, a backward counted as two, and whatever prepares it counts: the
+gradients behind RCO's prior and curvature, HIGGS's disturbances, the choice among candidates, the exchanges. What
+is the same for all is free: the candidates themselves, and the full model's predictions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rco.backends.base import Budget
+from rco.backends.sensitivity import curvature, fisher_differences, logits_from_losses, predicted_losses
+from rco.core.problem import AllocationProblem
+from rco.core.result import SearchResult, StepRecord
+from rco.folders import atomic_path
+from rco.pipeline.common import build_data, open_run, slug
+from rco.pipeline.compare import parse_methods, seeds_of
+from rco.pipeline.compare_configs import CompareQuantizeConfig
+from rco.pipeline.compare_tables import write_comparison
+from rco.pipeline.configs import QuantizeConfig
+from rco.pipeline.entrants import FIXED, Allowance, Entrant
+from rco.pipeline.evaluate import measure_tasks
+from rco.pipeline.jobs import run_jobs
+from rco.pipeline.judge import Judge
+from rco.pipeline.progress import Progress, Silent
+from rco.pipeline.quantize import plan_quantization
+
+__all__ = ["QuantizeComparison", "QuantizeContest", "QuantizeJob", "compare_quantization"]
+
+# Most of an allowance that goes into the gradients behind the prior.
+_PRIOR_SHARE = 0.25
+_CANDIDATES = 6  # that RCO compares at its end
+# IMPQ's two widths, as in its paper, where the budget lies between them.
+_IMPQ_WIDTHS = (2, 4)
+
+
+@dataclass(frozen=True)
+class QuantizeJob:
+    """One method, once: ``share`` of the allowance, with or without RCO's prior."""
+
+    budget: str
+    label: str
+    share: float
+    seed: int
+    curve: bool = False
+
+    @property
+    def name(self) -> str:
+        """The job's file."""
+        return slug(f"{self.budget}-{self.label}-{self.seed}")
+
+
+@dataclass(frozen=True)
+class QuantizeComparison:
+    """What was measured, and where it is written."""
+
+    rows: list[dict[str, Any]]
+    entries: list[dict[str, Any]]
+    failed: dict[str, str]
+    folder: Path
+    plots: list[Path]
+
+
+def default_tokens(config: CompareQuantizeConfig) -> int:
+    """What RCO forwards with the given settings, a backward counted as two."""
+    gradients = config.sensitivity + config.steps * config.samples * config.batch_size
+    forwards = config.selection * (_CANDIDATES + config.refine)
+    return (3 * gradients + forwards) * config.length
+
+
+def budget_of(config: QuantizeConfig) -> Budget:
+    """The one budget of a configuration."""
+    return Budget.parse(**config.budgets())
+
+
+class QuantizeContest:
+    """The model, its candidates and the judge, in one process."""
+
+    def __init__(self, config: CompareQuantizeConfig) -> None:
+        self.config = config
+        self.allowance = Allowance.parse(config.allowance, default_tokens(config))
+        budgets = [config.single(text) for text in config.budget_list()]
+        self.planned = plan_quantization(budgets[0])
+        self.backend = self.planned.backend
+        for each in budgets[1:]:
+            self.backend.problem(budget_of(each))  # one out of reach is said now
+        self.backend.keep_references = True
+        if config.compute != "auto":
+            self.backend.compute_dtype = getattr(torch, config.compute)
+        self.data = build_data(config, self.planned.loaded.tokenizer)
+        self.tokens_per_batch = config.batch_size * config.length
+        self._judge: Judge | None = None
+
+    def prepare(self) -> None:
+        """Build the candidates that are missing."""
+        self.backend.prepare(self.data.search)
+
+    @property
+    def judge(self) -> Judge:
+        """Knows the full model's predictions on the evaluation text."""
+        if self._judge is None:
+            self._judge = Judge(self.backend, self.data.evaluation)
+        return self._judge
+
+    def do(self, job: QuantizeJob) -> dict[str, Any]:
+        """Search, then judge what was found."""
+        if self.backend.store is None:
+            self.prepare()
+        problem = self.backend.problem(budget_of(self.config.single(job.budget)))
+        curve: dict[int, np.ndarray] = {}
+        result, prepared = self._search(job, problem, curve if job.curve else None)
+        spent = result.forwards + 2 * result.backwards
+        row = self.judge.row(job.label, result.allocation, problem)
+        parameters = sum(group.parameters for group in self.backend.plan.groups)
+        widths = self.backend.choice_of(result.allocation)
+        total = sum(widths[info.name] * info.parameters for info in self.backend.plan.linears)
+        keys = ("kl", "kl_error", "perplexity", "perplexity_error", "by_domain")
+        entry = {
+            "budget": job.budget,
+            "label": job.label,
+            "method": result.method,
+            "seed": job.seed,
+            **{key: row[key] for key in keys},
+            "bits": total / parameters,
+            "bits_exact": str(Fraction(total, parameters)),
+            "within_budget": problem.is_feasible(result.allocation),
+            "forward_tokens": (result.forwards + prepared.batches) * self.tokens_per_batch,
+            "backward_tokens": (result.backwards + prepared.batches) * self.tokens_per_batch,
+            "tokens": (spent + 3 * prepared.batches) * self.tokens_per_batch,
+            "seconds": result.seconds + prepared.seconds,
+            "selection_loss": result.loss,
+            "chosen_from": result.chosen_from,
+            "candidates": result.candidates,
+            "settings": json.loads(json.dumps(result.settings, default=str)),
+            "choices": result.allocation.tolist(),
+        }
+        if curve:
+            entry["curve"] = [
+                [
+                    (evaluations + 3 * prepared.batches) * self.tokens_per_batch,
+                    self.judge.row(job.label, problem.allocation(choices), problem)["kl"],
+                ]
+                for evaluations, choices in sorted(curve.items())
+            ] + [[entry["tokens"], entry["kl"]]]
+        if self.config.tasks:
+            with self.backend.apply(result.allocation) as model:
+                entry["tasks"] = measure_tasks(model, self.config.tasks, self.config.limit, self.config.seed)
+        return entry
+
+    # ------------------------------------------------------------------ searching
+
+    def _search(
+        self, job: QuantizeJob, problem: AllocationProblem, curve: dict[int, np.ndarray] | None
+    ) -> tuple[SearchResult, _Prepared]:
+        entrant = Entrant.parse(job.label)
+        tokens, seconds = self.allowance.tokens, self.allowance.seconds
+        evaluations = None if tokens is None else int(job.share * tokens) // self.tokens_per_batch
+        prepared = _Prepared(None, 0, 0.0)
+        if entrant.prior or entrant.measures_fisher:
+            prepared = self._prepare_prior(job.seed, evaluations, all_data=entrant.measures_fisher)
+        left = None if evaluations is None else evaluations - 3 * prepared.batches
+        config = self.config
+        searcher = entrant.make(
+            left,
+            None if seconds is None else max(job.share * seconds - prepared.seconds, 1e-9),
+            job.seed,
+            {
+                "samples": config.samples,
+                "lr": config.lr,
+                "tau": tuple(config.tau),
+                "refine": None if config.refine else 0,
+            },
+            pair=self._impq_pair(problem),
+        )
+        prior = None
+        self.backend.curvature = None
+        if entrant.prior:
+            assert prepared.differences is not None
+            losses = predicted_losses(prepared.differences)
+            prior = logits_from_losses(losses, problem, config.prior_strength)
+            self.backend.curvature = curvature(prepared.differences)
+
+        def on_incumbent(record: StepRecord, choices: np.ndarray) -> None:
+            if curve is None or left is None:
+                return
+            # The first incumbent after each of a few shares of the allowance, spaced by factors of two.
+            spent = record.forwards + 2 * record.backwards
+            passed = [2.0**-k for k in range(1, 6) if spent >= left * 2.0**-k]
+            if len(curve) < len(passed):
+                curve[spent] = choices.copy()
+
+        with self.backend.objective(self.data.search, self.data.selection) as objective:
+            if entrant.measures_fisher and prepared.differences is not None:
+                objective.fisher_losses = predicted_losses(prepared.differences)
+            result: SearchResult = searcher.search(
+                problem, objective, prior=prior, on_incumbent=on_incumbent if curve is not None else None
+            )
+        return result, prepared
+
+    def _impq_pair(self, problem: AllocationProblem) -> tuple[int, int] | None:
+        widths = self.backend.plan.widths
+        if not all(width in widths for width in _IMPQ_WIDTHS):
+            return None
+        low, high = (widths.index(width) for width in _IMPQ_WIDTHS)
+        costs = problem.unit_costs[0]
+        between = costs[:, low].sum() <= problem.unit_budgets[0] < costs[:, high].sum()
+        return (low, high) if between and problem.allowed[:, [low, high]].all() else None
+
+    def _prepare_prior(self, seed: int, evaluations: int | None, all_data: bool) -> _Prepared:
+        """Fisher differences on as many sequences as the allowance should give to them; measured once."""
+        most = len(self.data.search) if all_data else self.config.sensitivity
+        if evaluations is not None:
+            size = 3 * max(self.config.batch_size, 1)
+            share = 0.9 if all_data else _PRIOR_SHARE
+            most = max(1, min(most, int(share * evaluations * self.config.batch_size) // size))
+        folder = self.config.folder() / "sensitivities"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{seed}-{most}.safetensors"
+        if not path.exists():
+            began = time.perf_counter()
+            found = fisher_differences(self.backend, self.data.search.select(slice(0, most)), seed=seed)
+            seconds = time.perf_counter() - began
+            with atomic_path(path) as temporary:
+                save_file({"differences": found}, temporary, metadata={"seconds": str(seconds)})
+        with safe_open(path, "pt") as file:
+            differences = file.get_tensor("differences")
+            seconds = float(file.metadata()["seconds"])
+        return _Prepared(differences, -(-most // self.config.batch_size), seconds)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What was measured before the search: differences, batches forwarded and backwarded, seconds."""
+
+    differences: Tensor | None
+    batches: int
+    seconds: float
+
+
+def list_jobs(config: CompareQuantizeConfig) -> list[QuantizeJob]:
+    """All jobs, seed by seed, so that what is there after a while is whole seeds."""
+    listed = parse_methods(config.methods)
+    for label, _, _ in listed:
+        Entrant.parse(label)
+    seeds = seeds_of(config.seed, config.seeds)
+    jobs = []
+    for seed in seeds:
+        for budget in config.budget_list():
+            for label, name, share in listed:
+                if seed == seeds[0] or name not in FIXED:
+                    jobs.append(QuantizeJob(budget, label, share, seed, config.curves and seed == seeds[0]))
+    return jobs
+
+
+def compare_quantization(
+    config: CompareQuantizeConfig, progress: Progress | None = None
+) -> QuantizeComparison:
+    """Run the jobs that the folder does not hold yet; write tables and plots."""
+    progress = progress or Silent()
+    jobs = list_jobs(config)
+    config = dataclasses.replace(
+        config, out=config.folder(), store=config.store or config.folder() / "candidates"
+    )
+    contest = QuantizeContest(config)
+    with open_run(config, config.folder()) as run:
+        contest.backend.on_progress = progress.stage("candidates")
+        contest.prepare()
+        alone = config.workers == 1
+        results, failed = run_jobs(
+            jobs,
+            run.folder / "jobs",
+            (lambda _: contest) if alone else QuantizeContest,
+            config,
+            workers=config.workers,
+            threads=config.threads,
+            on_done=progress.stage("comparison"),
+        )
+        for name, reason in failed.items():
+            progress.message(f"{name} failed: {reason}")
+        full = contest.judge.row("full model", None, contest.planned.problem)
+        if config.tasks:
+            full["tasks"] = measure_tasks(contest.planned.loaded, config.tasks, config.limit, config.seed)
+        entries = [results[job.name] for job in jobs if job.name in results]
+        about = {
+            "title": f"{config.model}: average widths {', '.join(config.budget_list())}",
+            "tokens": contest.allowance.tokens,
+            "seconds": contest.allowance.seconds,
+            "full_model": full,
+            "failed": failed,
+        }
+        rows, plots = write_comparison(run.folder, about, entries, progress)
+        return QuantizeComparison(rows, entries, failed, run.folder, plots)

@@ -1,0 +1,138 @@
+"""One table out of many searches: means and standard deviations over seeds, as Markdown, CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rco.folders import atomic_path, write_json_atomic
+from rco.pipeline.compare_figures import draw_comparison
+from rco.pipeline.evaluate import headline
+from rco.pipeline.progress import Progress
+from rco.runs import environment
+
+__all__ = ["as_csv", "markdown", "summarise", "write_comparison"]
+
+
+def write_comparison(
+    folder: Path, about: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], progress: Progress
+) -> tuple[list[dict[str, Any]], list[Path]]:
+    """Write ``comparison.json``, ``.md``, ``.csv`` and the plots; return the table's rows and the plots."""
+    rows = summarise(entries, about["full_model"])
+    write_json_atomic(
+        folder / "comparison.json",
+        {**about, "environment": environment(), "rows": rows, "entries": list(entries)},
+    )
+    for name, text in (("comparison.md", markdown(rows, about)), ("comparison.csv", as_csv(rows))):
+        with atomic_path(folder / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    try:
+        plots = draw_comparison(folder, rows, entries, about)
+    except ImportError:
+        progress.message("The plots are left out: they need matplotlib (pip install 'rco[plot]').")
+        plots = []
+    return rows, plots
+
+
+def summarise(entries: Sequence[Mapping[str, Any]], full: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row per budget and method, best first within a budget."""
+    rows = []
+    for budget in dict.fromkeys(entry["budget"] for entry in entries):
+        mine = [entry for entry in entries if entry["budget"] == budget]
+        found = [
+            _row([entry for entry in mine if entry["label"] == label], full)
+            for label in dict.fromkeys(entry["label"] for entry in mine)
+        ]
+        rows += sorted(found, key=lambda row: float(row["kl"]))
+    return rows
+
+
+def _row(entries: Sequence[Mapping[str, Any]], full: Mapping[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "budget": entries[0]["budget"],
+        "method": entries[0]["label"],
+        "seeds": len(entries),
+    }
+    for key in ("kl", "perplexity"):
+        row[key], row[f"{key}_std"] = _spread([entry[key] for entry in entries])
+    exact = sorted({entry["bits_exact"] for entry in entries})
+    row["bits"] = _spread([entry["bits"] for entry in entries])[0]
+    row["bits_exact"] = exact[0] if len(exact) == 1 else None
+    for key in ("tokens", "forward_tokens", "backward_tokens", "seconds"):
+        row[key] = _spread([entry[key] for entry in entries])[0]
+    row["recovery"] = 100.0 * full["perplexity"] / row["perplexity"]
+    for domain in entries[0]["by_domain"]:
+        for key in ("kl", "perplexity"):
+            row[f"{key} {domain}"] = _spread([entry["by_domain"][domain][key] for entry in entries])[0]
+    tasks = entries[0].get("tasks", {})
+    for task in tasks:
+        row[f"acc {task}"], row[f"acc {task} std"] = _spread(
+            [entry["tasks"][task]["acc"] for entry in entries]
+        )
+    whole = [(row[f"acc {task}"], headline(full.get("tasks", {}).get(task, {}))) for task in tasks]
+    if whole and all(reference for _, reference in whole):
+        row["recovery"] = statistics.fmean(
+            100.0 * accuracy / reference for accuracy, reference in whole if reference
+        )
+    return row
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float]:
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
+    """The table for people."""
+    limits = [
+        f"{about['tokens']:,} tokens" if about["tokens"] else "",
+        f"{about['seconds']:g} seconds" if about["seconds"] else "",
+    ]
+    tasks = [key for key in (rows[0] if rows else {}) if key.startswith("acc ") and not key.endswith(" std")]
+    columns = ["method", "KL to the full model", "perplexity", "bits", *tasks, "tokens", "seconds", "seeds"]
+    lines = [
+        f"# {about['title']}",
+        "",
+        f"Mean ± standard deviation over seeds on held-out text, best first. Allowance of each search: "
+        f"{' and '.join(filter(None, limits))}; a backward pass counts as two forward passes, and the choice among "
+        "candidates, exchanges, priors and proxies count. Perplexity of the full model: "
+        f"{about['full_model']['perplexity']:.3f}.",
+    ]
+    for budget in dict.fromkeys(row["budget"] for row in rows):
+        lines += [
+            "",
+            f"## {budget}",
+            "",
+            f"| {' | '.join(columns)} |",
+            "|---|" + "---:|" * (len(columns) - 1),
+        ]
+        for row in (row for row in rows if row["budget"] == budget):
+            cells = [
+                row["method"],
+                f"{row['kl']:.4f} ± {row['kl_std']:.4f}",
+                f"{row['perplexity']:.3f} ± {row['perplexity_std']:.3f}",
+                row["bits_exact"] or f"{row['bits']:.4f}",
+                *(f"{100 * row[task]:.1f}" for task in tasks),
+                f"{row['tokens']:,.0f}",
+                f"{row['seconds']:.0f}",
+                str(row["seeds"]),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    if about["failed"]:
+        lines += ["", "Not run:", ""]
+        lines += [f"* {name}: {reason}" for name, reason in about["failed"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table for programs."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow([row.get(column) for column in columns])
+    return out.getvalue()

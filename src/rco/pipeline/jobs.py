@@ -1,0 +1,139 @@
+"""Independent jobs in parallel processes, each kept when it is done, so that what was stopped goes on.
+
+A job is any picklable value with a name. Each process builds its worker once, from a function and its argument,
+and asks it for one job after the other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from rco.folders import read_json, write_json_atomic
+
+__all__ = ["Named", "Worker", "run_jobs"]
+
+
+class Named(Protocol):
+    """A job: its name is that of its file."""
+
+    @property
+    def name(self) -> str:
+        """Unique among the jobs, and fit for a file."""
+        ...
+
+
+class Worker(Protocol):
+    """Does jobs, one after the other."""
+
+    def do(self, job: Any) -> dict[str, Any]:
+        """The job's result, ready for JSON."""
+        ...
+
+
+Job = TypeVar("Job", bound=Named)
+Argument = TypeVar("Argument")
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    folder: Path,
+    make_worker: Callable[[Argument], Worker],
+    argument: Argument,
+    *,
+    workers: int = 1,
+    threads: int = 1,
+    on_done: Callable[[int, int], None] | None = None,
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Results by name, and why jobs failed by name.
+
+    What ``folder`` holds is not done again. A job that fails with a ValueError (say, an allowance too small for a
+    method) does not stop the others and is tried again next time; any other error stops everything.
+
+    Args:
+        jobs: In the order in which they are begun.
+        folder: Holds one JSON file per job that is done.
+        make_worker: Called with ``argument`` once in every process; both must be picklable.
+        argument: See ``make_worker``.
+        workers: Processes; 1 stays in this one.
+        threads: Torch threads of each process.
+        on_done: Called with (jobs done, jobs in all).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    results: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    for job in jobs:
+        path = folder / f"{job.name}.json"
+        if path.exists():
+            results[job.name] = read_json(path)
+    missing = [job for job in jobs if job.name not in results]
+
+    def finish(job: Job, outcome: Callable[[], dict[str, Any]]) -> None:
+        try:
+            results[job.name] = outcome()
+        except ValueError as error:
+            failed[job.name] = str(error)
+        else:
+            write_json_atomic(folder / f"{job.name}.json", results[job.name])
+        if on_done is not None:
+            on_done(len(results) + len(failed), len(jobs))
+
+    if on_done is not None:
+        on_done(len(results), len(jobs))
+    if not missing:
+        return results, failed
+    if workers == 1:
+        with _threads(threads):
+            worker = make_worker(argument)
+            for job in missing:
+                finish(job, lambda job=job: worker.do(job))  # type: ignore[misc]
+        return results, failed
+    with ProcessPoolExecutor(
+        min(workers, len(missing)),
+        mp_context=get_context("spawn"),
+        initializer=_start,
+        initargs=(make_worker, argument, threads),
+    ) as pool:
+        futures: Mapping[Future[dict[str, Any]], Job] = {pool.submit(_do, job): job for job in missing}
+        try:
+            for future in as_completed(futures):
+                finish(futures[future], future.result)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return results, failed
+
+
+_worker: Worker | None = None
+
+
+def _start(make_worker: Callable[[Any], Worker], argument: Any, threads: int) -> None:
+    global _worker
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(threads)
+    import torch
+
+    torch.set_num_threads(threads)
+    _worker = make_worker(argument)
+
+
+def _do(job: Any) -> dict[str, Any]:
+    assert _worker is not None
+    return _worker.do(job)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,176 @@
+"""``rco compare quantize`` from the command line, on a tiny random model."""
+
+import csv
+import json
+import random
+
+import pytest
+import torch
+import transformers
+
+from rco import tables
+from rco.cli import main
+from rco.models.zoo import find_builtin
+from rco.pipeline.compare_configs import CompareQuantizeConfig
+from rco.pipeline.entrants import Allowance, Entrant
+
+LENGTH, BATCHES = 16, 150
+SMALL = [
+    "--sequences=6",
+    "--selection=2",
+    "--evaluation=4",
+    f"--length={LENGTH}",
+    "--samples=2",
+    "--sensitivity=2",
+]
+SMALL += [
+    "--widths=2,3,4,8",
+    "--group-size=8",
+    "--sweeps=0",
+    f"--allowance=tokens={LENGTH * BATCHES}",
+    "--quiet",
+]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A random model that speaks the built-in tokenizer's language."""
+    folder = tmp_path_factory.mktemp("models") / "random-llama"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=8192,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=64,
+        intermediate_size=16,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    source, _ = find_builtin("tiny-llama").locate()
+    transformers.AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder, words = tmp_path_factory.mktemp("text"), random.Random(0)
+    for name in ("one", "two"):
+        lines = [" ".join(words.choices("abcdefgh", k=12)) for _ in range(150)]
+        (folder / f"{name}.txt").write_text("\n\n".join(lines))
+    return f"{folder}/one.txt+{folder}/two.txt"
+
+
+def run(capsys, *arguments):
+    code = main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def entries_of(folder):
+    return json.loads((folder / "comparison.json").read_text())["entries"]
+
+
+def test_all_default_methods_at_equal_tokens_in_one_table(capsys, tmp_path, model_folder, texts):
+    out = tmp_path / "compared"
+    arguments = ["compare", "quantize", model_folder, "--bits=2.5", "--data", texts, "--out", out, *SMALL]
+    code, printed, told = run(capsys, *arguments, "--seeds=1", "--json")
+    assert code == 0, told
+    outcome = json.loads(printed)
+    methods = CompareQuantizeConfig(model="any").methods.split(",")
+    assert outcome["failed"] == {}
+    assert {row["method"] for row in outcome["rows"]} == set(methods)
+    assert [row["kl"] for row in outcome["rows"]] == sorted(row["kl"] for row in outcome["rows"])
+    entries = {entry["label"]: entry for entry in entries_of(out)}
+    for label, entry in entries.items():
+        assert entry["within_budget"]
+        assert entry["bits"] <= 2.5
+        share = 0.1 if label.endswith("@0.1") else 1.0
+        assert entry["tokens"] <= share * LENGTH * BATCHES
+        assert entry["tokens"] == entry["forward_tokens"] + 2 * entry["backward_tokens"]
+        assert len(entry["by_domain"]) == 2
+    # The gradients behind the prior are part of what RCO spends; the printed algorithm has none.
+    assert entries["rco"]["backward_tokens"] > 0
+    assert entries["rco-plain"]["candidates"].keys() == {"final"}
+    assert entries["impq"]["settings"]["pair"] == [0, 2]
+    assert entries["rco"]["curve"][-1] == [entries["rco"]["tokens"], entries["rco"]["kl"]]
+    table = (out / "comparison.md").read_text()
+    assert table.count("\n| ") == len(methods) + 1
+    rows = list(csv.DictReader((out / "comparison.csv").read_text().splitlines()))
+    assert [row["method"] for row in rows] == [row["method"] for row in outcome["rows"]]
+    assert {path.rsplit("/", 1)[-1] for path in outcome["plots"]} == {"tokens.svg", "recovery.svg"}
+
+
+def test_more_budgets_and_seeds_are_added_in_parallel_processes(capsys, tmp_path, model_folder, texts):
+    out = tmp_path / "compared"
+    base = ["compare", "quantize", model_folder, "--data", texts, "--out", out, *SMALL]
+    base += ["--methods=rco,uniform,evopress+prior", "--no-curves"]
+    assert run(capsys, *base, "--bits=2.5", "--seeds=1")[0] == 0
+    before = entries_of(out)
+    code, printed, told = run(
+        capsys, *base, "--bits=2.5,3.0", "--seeds=2", "--workers=2", "--resume", "--json"
+    )
+    assert code == 0, told
+    rows = {(row["budget"], row["method"]): row["seeds"] for row in json.loads(printed)["rows"]}
+    assert rows == {
+        (budget, method): 1 if method == "uniform" else 2
+        for budget in ("2.5", "3.0")
+        for method in ("rco", "uniform", "evopress+prior")
+    }
+    after = entries_of(out)
+    assert all(entry in after for entry in before)
+    # A process of its own gives what this one gives.
+    again = tmp_path / "again"
+    base[base.index(out)] = again
+    assert run(capsys, *base, "--bits=3.0", "--seeds=1")[0] == 0
+    alone = next(entry for entry in entries_of(again) if entry["label"] == "rco")
+    beside = next(e for e in after if (e["label"], e["seed"], e["budget"]) == ("rco", 0, "3.0"))
+    assert alone["choices"] == beside["choices"]
+    assert alone["kl"] == pytest.approx(beside["kl"], rel=1e-6)
+
+
+def test_bad_requests_are_refused_before_any_work(capsys, tmp_path, model_folder):
+    base = ["compare", "quantize", model_folder, "--out", tmp_path / "none", "--quiet"]
+    for arguments, words in (
+        (["--bits=2.5", "--methods=rcoo"], "Did you mean rco"),
+        (["--bits=2.5", "--methods=rco@2"], "share of the tokens"),
+        (["--bits=2.5", "--allowance=hours=3"], "tokens=NUMBER"),
+        (["--methods=rco"], "one kind of budget"),
+        (["--bits=2.5,1.5", "--methods=rco"], "must lie between"),
+    ):
+        code, _, told = run(capsys, *base, *arguments)
+        assert code == 1
+        assert words in told
+    code, printed, _ = run(capsys, *base, "--bits=2.5,3.0", "--methods=rco,uniform", "--seeds=2", "--dry-run")
+    assert code == 0
+    assert "would run 6 searches" in printed
+    assert not (tmp_path / "none").exists()
+
+
+def test_allowances():
+    assert Allowance.parse(None, 7) == Allowance(7)
+    assert Allowance.parse("tokens=5e5", 7) == Allowance(500_000)
+    assert Allowance.parse("seconds=2.5,tokens=9", 7) == Allowance(9, 2.5)
+    assert Allowance.parse("seconds=3", 7) == Allowance(None, 3.0)
+
+
+def test_labels_say_who_has_the_prior():
+    has_prior = {
+        label: Entrant.parse(label).prior for label in ("rco@0.1", "rco-plain", "penalty", "penalty+prior")
+    }
+    assert has_prior == {"rco@0.1": True, "rco-plain": False, "penalty": False, "penalty+prior": True}
+    rco = {"samples": 3, "lr": 0.2, "tau": (1.0, 0.1), "refine": None}
+    searcher = Entrant.parse("penalty+prior").make(500, None, 4, rco)
+    assert (searcher.samples, searcher.choose, searcher.refine, searcher.max_evaluations) == (
+        3,
+        True,
+        None,
+        500,
+    )
+    printed = Entrant.parse("penalty").make(500, None, 4, rco)
+    assert (printed.samples, printed.choose, printed.refine, printed.curvature) == (3, False, 0, False)
+    free = Entrant.parse("evopress").make(None, None, 1, rco)
+    assert free == tables.load(tables.METHODS, "evopress", "method")(seed=1)
