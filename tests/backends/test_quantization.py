@@ -103,6 +103,59 @@ def test_fisher_losses_predict_small_changes(tmp_path):
     assert (bends.diagonal(dim1=1, dim2=2) == 0).all()
 
 
+def drawn_differences(losses, sequences, seed=0):
+    """Sequences of independent normal numbers whose second-order losses are the given ones."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(sequences, *losses.shape, generator=generator, dtype=torch.float64)
+    return noise * (2.0 * losses).sqrt()
+
+
+def far_off(estimate, truth):
+    return float((estimate / truth).log().square().mean().sqrt())
+
+
+def test_pooling_over_options_takes_out_most_of_the_noise():
+    generator = torch.Generator().manual_seed(1)
+    errors = 4.0 ** -torch.arange(7.0, dtype=torch.float64) * torch.rand(40, 1, generator=generator).double()
+    by_group = torch.exp(torch.randn(40, 1, generator=generator, dtype=torch.float64))
+    by_option = torch.linspace(1.3, 1.0, 7, dtype=torch.float64)
+    truth = by_group * by_option * errors
+    for sequences in (4, 16, 64):
+        differences = drawn_differences(truth, sequences)
+        raw, pooled = predicted_losses(differences), predicted_losses(differences, errors)
+        assert far_off(pooled, truth) < 0.55 * far_off(raw, truth)
+    # An option that changes nothing stays at nothing, and the scale of the errors means nothing.
+    errors[:, 6], differences[:, :, 6] = 0.0, 0.0
+    pooled = predicted_losses(differences, errors)
+    assert (pooled[:, 6] == 0).all()
+    assert torch.allclose(predicted_losses(differences, 1e3 * errors), pooled)
+
+
+def test_pooling_yields_to_what_the_gradients_say():
+    """Where losses are not proportional to errors, many sequences outvote the errors."""
+    generator = torch.Generator().manual_seed(2)
+    truth = torch.exp(torch.randn(30, 5, generator=generator, dtype=torch.float64))
+    errors = torch.exp(torch.randn(30, 5, generator=generator, dtype=torch.float64))
+    differences = drawn_differences(truth, 400)
+    raw, pooled = predicted_losses(differences), predicted_losses(differences, errors)
+    assert far_off(pooled, truth) < 1.05 * far_off(raw, truth)
+    assert far_off(pooled, raw) < 0.1
+
+
+def test_pooled_curvature_is_that_of_the_losses():
+    generator = torch.Generator().manual_seed(3)
+    errors = 4.0 ** -torch.arange(4.0, dtype=torch.float64) * (
+        0.5 + torch.rand(50, 1, generator=generator).double()
+    )
+    differences = drawn_differences(3.0 * errors, 200)
+    bends = curvature(differences, errors)
+    assert torch.allclose(bends, bends.transpose(1, 2))
+    assert (bends.diagonal(dim1=1, dim2=2) == 0).all()
+    independent = 3.0 * (errors[:, :, None] + errors[:, None, :])
+    apart = ~torch.eye(4, dtype=torch.bool)
+    assert far_off(bends[:, apart], independent[:, apart]) < 0.1
+
+
 def test_logits_reproduce_the_proxys_knapsack():
     rng = np.random.default_rng(0)
     problem = rco.AllocationProblem(

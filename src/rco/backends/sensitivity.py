@@ -5,6 +5,10 @@ KL per token is about E[<g, D>^2] / 2, where g is the gradient of log p(y | x) a
 A switchable layer gives <G, W_k> for all options from one backward pass, so one pass per sequence yields an
 unbiased estimate for every group and option at once. It serves as a prior and,
 with an exact knapsack, as a baseline.
+
+One squared number per sequence is a noisy estimate: its relative error is sqrt(2 / sequences). But within a group
+the losses of the options are nearly proportional to their output errors, which are known exactly from the
+calibration; pooling over the options and over the groups takes out most of the noise, see :func:`predicted_losses`.
 """
 
 from __future__ import annotations
@@ -62,17 +66,63 @@ def fisher_differences(
     return torch.stack(parts)
 
 
-def predicted_losses(differences: Tensor) -> Tensor:
-    """(N, K) second-order KL of changing one group alone."""
-    return 0.5 * differences.square().mean(dim=0)
+def predicted_losses(differences: Tensor, errors: Tensor | None = None) -> Tensor:
+    """(N, K) second-order KL of changing one group alone.
+
+    With ``errors``, the output error of every option (N, K), the estimates are shrunk towards
+    (a factor per group) x (a factor per option) x error, by as much as their scatter around that product is noise.
+
+    Args:
+        differences: (S, N, K) from :func:`fisher_differences`.
+        errors: Positive where an option changes anything; None: the plain mean of squares.
+    """
+    raw = 0.5 * differences.square().mean(dim=0)
+    if errors is None:
+        return raw
+    known = (raw > 0) & (errors > 0)
+    count = known.sum(dim=1, keepdim=True).clamp_min(1)
+    # The best estimate of a scale from chi-squared numbers is their mean.
+    ratio = torch.where(known, raw / errors.where(known, 1.0), 0.0)
+    scale = ratio.sum(dim=1, keepdim=True) / count
+    scatter = torch.where(known, (ratio / scale.where(scale > 0, 1.0)).where(known, 1.0).log(), 0.0)
+    centre = scatter.sum(dim=1, keepdim=True) / count
+    scatter = torch.where(known, scatter - centre, 0.0)
+    # What the logarithm of a mean of S squares scatters by chance.
+    noise = float(torch.special.polygamma(1, torch.tensor(len(differences) / 2.0, dtype=torch.float64)))
+    rows = known.sum(dim=0).clamp_min(1)
+    by_option = scatter.sum(dim=0) / rows
+    by_option = by_option * _share_of_signal(by_option.square(), noise / rows)
+    rest = torch.where(known, scatter - by_option, 0.0)
+    variance = rest.square().sum() / (known.sum() - len(known)).clamp_min(1)
+    rest = (centre + rest) * _share_of_signal(variance, torch.tensor(noise))
+    return torch.where(known, scale * errors * (by_option + rest).exp(), raw)
 
 
-def curvature(differences: Tensor) -> Tensor:
-    """(N, K, K) second-order KL of moving a group from one option to another."""
-    first = differences.permute(1, 2, 0)  # (N, K, S)
-    gram = first @ first.transpose(1, 2) / first.shape[2]
-    square = gram.diagonal(dim1=1, dim2=2)
-    return (0.5 * (square[:, :, None] + square[:, None, :] - 2.0 * gram)).clamp_min(0.0)
+def _share_of_signal(total: Tensor, noise: Tensor) -> Tensor:
+    """The part of an observed variance that is not noise, in [0, 1]."""
+    return ((total - noise) / total.clamp_min(1e-300)).clamp(0.0, 1.0)
+
+
+def curvature(differences: Tensor, errors: Tensor | None = None) -> Tensor:
+    """(N, K, K) second-order KL of moving a group from one option to another.
+
+    With ``errors`` the losses are those of :func:`predicted_losses`, and how far two options' errors point the same
+    way is taken from all groups together.
+    """
+    if errors is None:
+        gram = torch.einsum("sia,sib->iab", differences, differences) / len(differences)
+        square = gram.diagonal(dim1=1, dim2=2)
+        return (0.5 * (square[:, :, None] + square[:, None, :] - 2.0 * gram)).clamp_min(0.0)
+    losses = predicted_losses(differences, errors)
+    size = losses.sqrt()
+    unit = differences / size.where(size > 0, torch.inf)
+    agreement = torch.einsum("sia,sib->ab", unit, unit)
+    length = agreement.diagonal().sqrt()
+    agreement = agreement / (length[:, None] * length[None, :]).clamp_min(1e-300)
+    together = agreement * size[:, :, None] * size[:, None, :]
+    bend = (losses[:, :, None] + losses[:, None, :] - 2.0 * together).clamp_min(0.0)
+    bend.diagonal(dim1=1, dim2=2).zero_()
+    return bend
 
 
 def logits_from_losses(losses: Tensor, problem: AllocationProblem, strength: float = 1.0) -> Tensor:

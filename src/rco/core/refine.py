@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 # How much more than predicted a switch is taken to cost, from trusting the prediction to hardly moving.
-_DAMPINGS = (1.0, 2.0, 4.0, 8.0, 16.0)
+_DAMPINGS = (1.0, 1.4, 2.0, 2.8, 4.0, 8.0)
 # Moves that are predicted to pay most are tried first; more than this many are never ranked at once.
 _MOVES_PER_SIDE = 512
 # An exchange round ends after this many proposals in a row that did not pay.

@@ -237,8 +237,9 @@ class _Bench:
         backend.curvature = None
         if not printed:
             differences = self._differences(backend, loop, run.seed)
-            backend.curvature = curvature(differences)
-            prior = logits_from_losses(predicted_losses(differences), problem, config.prior_strength)
+            errors = backend.relative_errors()
+            backend.curvature = curvature(differences, errors)
+            prior = logits_from_losses(predicted_losses(differences, errors), problem, config.prior_strength)
         searcher = RCO(
             steps=loop.steps,
             samples=loop.samples,
@@ -299,7 +300,8 @@ class _Bench:
         """What needs no search: neighbouring widths in layer order, and the knapsack of the sensitivities."""
         problem = self._problem(self.backend)
         interpolation = spend(problem, uniform_allocation(problem), layer_order(problem))
-        losses = predicted_losses(load_file(self._sensitivity_file(0))["differences"]).numpy()
+        differences = load_file(self._sensitivity_file(0))["differences"]
+        losses = predicted_losses(differences, self.backend.relative_errors()).numpy()
         proxy = spend(problem, solve_mckp(-losses, problem).allocation, -losses)
         return {
             "uniform interpolation": self._measure(self.backend, interpolation),

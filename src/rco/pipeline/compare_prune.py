@@ -23,7 +23,7 @@ from rco.pipeline.prune import PlannedPruning, plan_pruning
 
 __all__ = ["PruneContest", "compare_pruning", "default_tokens", "resolve_method"]
 
-# Shares of an allowance for the sensitivities that a gradient search starts from: of a long search, and a short one.
+# Shares of an allowance for the sensitivities that a gradient search starts from: a long one, and a short one.
 _SENSITIVITY, _SENSITIVITY_SHORT = 0.2, 0.6
 _SHORT = 400  # evaluations below which nothing is left for steps where sensitivities are known
 _CANDIDATES = 6  # that RCO compares at its end

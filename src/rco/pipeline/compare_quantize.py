@@ -189,9 +189,10 @@ class QuantizeContest:
         self.backend.curvature = None
         if entrant.prior:
             assert prepared.differences is not None
-            losses = predicted_losses(prepared.differences)
+            errors = self.backend.relative_errors()
+            losses = predicted_losses(prepared.differences, errors)
             prior = logits_from_losses(losses, problem, config.prior_strength)
-            self.backend.curvature = curvature(prepared.differences)
+            self.backend.curvature = curvature(prepared.differences, errors)
 
         def on_incumbent(record: StepRecord, choices: np.ndarray) -> None:
             if curve is None or left is None:

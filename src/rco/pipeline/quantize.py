@@ -139,8 +139,9 @@ def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Outcom
             backend.look_at_routing(data.search)
             backend.prepare(data.search)
         differences = _sensitivities(config, backend, data, progress, run)
-        sensitivities = predicted_losses(differences).numpy()
-        backend.curvature = curvature(differences)
+        errors = backend.relative_errors()
+        sensitivities = predicted_losses(differences, errors).numpy()
+        backend.curvature = curvature(differences, errors)
         known = {}
         if config.searcher == "mxmoe" and not run.finished:
             known["layer_errors"] = backend.layer_errors(data.search.select(slice(0, config.sensitivity)))
