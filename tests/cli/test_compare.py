@@ -108,13 +108,18 @@ def test_more_budgets_and_seeds_are_added_in_parallel_processes(capsys, tmp_path
     out = tmp_path / "compared"
     base = ["compare", "quantize", model_folder, "--data", texts, "--out", out, *SMALL]
     base += ["--methods=rco,uniform,evopress+prior", "--no-curves"]
+    sweep = ["--sweep=3"]
     assert run(capsys, *base, "--bits=2.5", "--seeds=1")[0] == 0
     before = entries_of(out)
     code, printed, told = run(
-        capsys, *base, "--bits=2.5,3.0", "--seeds=2", "--workers=2", "--resume", "--json"
+        capsys, *base, *sweep, "--bits=2.5,3.0", "--seeds=2", "--workers=2", "--resume", "--json"
     )
     assert code == 0, told
-    rows = {(row["budget"], row["method"]): row["seeds"] for row in json.loads(printed)["rows"]}
+    outcome = json.loads(printed)
+    rows = {(row["budget"], row["method"]): row["seeds"] for row in outcome["rows"]}
+    front = {budget: rows.pop((budget, "sweep")) for budget in ("2.5", "2.75", "3")}
+    assert set(front.values()) == {2}
+    assert "quality.svg" in {path.rsplit("/", 1)[-1] for path in outcome["plots"]}
     assert rows == {
         (budget, method): 1 if method == "uniform" else 2
         for budget in ("2.5", "3.0")

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from rco.core.problem import AllocationProblem
 from rco.core.relaxation import expected_cost
-from rco.core.search import GumbelSearch, Walker
+from rco.core.search import GumbelSearch
+from rco.core.walker import Walker
 
 __all__ = ["AugmentedLagrangian", "Lagrangian", "Penalty"]
 

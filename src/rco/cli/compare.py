@@ -91,11 +91,10 @@ def _quantize(config: CompareQuantizeConfig, switches: Switches) -> None:
 
     if switches.dry_run:
         jobs, contest = list_jobs(config), QuantizeContest(config)
-        typer.echo(
-            f"would run {len(jobs)} searches ({', '.join(dict.fromkeys(job.label for job in jobs))}) at "
-            f"{', '.join(config.budget_list())}; at most {contest.allowance.tokens or 0:,} tokens each, "
-            f"{sum(job.share for job in jobs) * (contest.allowance.tokens or 0):,.0f} in all"
-        )
+        most = f"{contest.allowance.tokens:,} tokens" if contest.allowance.tokens else "unlimited tokens"
+        typer.echo(f"would run {len(jobs)} searches, at most {most} each:")
+        for job in jobs:
+            typer.echo(f"  {job.name}")
         return
     with interruptible(), make_progress(switches.quiet or switches.as_json) as progress:
         outcome = compare_quantization(config, progress)

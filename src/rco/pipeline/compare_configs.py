@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +19,11 @@ class CompareQuantizeConfig(QuantizeConfig):
     """Methods side by side at one or more budgets; the flags of ``rco compare quantize``."""
 
     methods: str = setting(
-        "rco,rco@0.1,rco-plain,evopress,impq,higgs,one-at-a-time,fisher,first-order,output-error,greedy,"
+        "rco,rco@0.1,rco-plain,evopress,impq,higgs,one-at-a-time,fisher,fisher-pooled,first-order,output-error,greedy,"
         "greedy-down,random,lagrangian,augmented-lagrangian,penalty,frank-wolfe,uniform,uniform-fill,"
         "uniform-random-fill",
         help="Comma-separated; see `rco ls methods`. METHOD@0.1 has a tenth of the allowance, METHOD+prior starts "
-        "from RCO's prior, rco-plain is Algorithm 1 as printed.",
+        "from RCO's prior, rco-plain is Algorithm 1 as printed, fisher-pooled the knapsack of RCO's prior.",
         panel="Comparison",
     )
     seeds: int = setting(3, help="Seeds of each search; the data stay the same.", panel="Comparison")
@@ -30,6 +31,12 @@ class CompareQuantizeConfig(QuantizeConfig):
         None,
         help="What every search may spend: tokens=NUMBER (a backward counts as two), seconds=NUMBER, or both; "
         "default: the tokens that rco takes.",
+        panel="Comparison",
+    )
+    sweep: int = setting(
+        0,
+        help="Also draw a front: rco at this many budgets from the lowest to the highest of --bits, each search "
+        "started from the one before, with a quarter of the allowance; 0: none.",
         panel="Comparison",
     )
     curves: bool = setting(
@@ -50,6 +57,17 @@ class CompareQuantizeConfig(QuantizeConfig):
     def budget_list(self) -> list[str]:
         """The budgets, as they were written."""
         return [part.strip() for part in (self._budget()[1] or "").split(",") if part.strip()]
+
+    def sweep_budgets(self) -> list[str]:
+        """Budgets at equal distances, exact decimals, from the lowest to the highest."""
+        if self.sweep < 2 or self.bits is None:
+            raise ValueError(f"--sweep needs --bits and at least 2 budgets, got {self.sweep}.")
+        ends = [Decimal(part) for part in self.budget_list()]
+        low, high = min(ends), max(ends)
+        if low == high:
+            raise ValueError(f"--sweep needs two different budgets in --bits, got {self.bits}.")
+        steps = [low + (high - low) * k / (self.sweep - 1) for k in range(self.sweep)]
+        return [f"{step.quantize(Decimal('0.0001')).normalize():f}" for step in steps]
 
     def _budget(self) -> tuple[str, str | None]:
         named = [(kind, text) for kind, text in self.budgets().items() if text is not None]
@@ -80,6 +98,7 @@ class CompareQuantizeConfig(QuantizeConfig):
             "searcher",
             "format",
             "store",
+            "sweep",
             "curves",
             "workers",
             "threads",

@@ -36,20 +36,22 @@ def draw_comparison(
     methods = list(dict.fromkeys(row["method"] for row in sorted(rows, key=lambda row: float(row["kl"]))))
     style = {method: _style(method, place) for place, method in enumerate(methods)}
     drawn = []
+    # Budgets that only a sweep visits have nothing to be compared with.
+    shared = [b for b in budgets if len({row["method"] for row in rows if row["budget"] == b}) > 1] or budgets
     if len(budgets) > 1:
         figure = Figure(figsize=(8, 5), layout="constrained")
         _quality(figure.subplots(), rows, style)
         drawn.append(_save(figure, folder / "quality.svg"))
     if any("curve" in entry for entry in entries):
-        figure = Figure(figsize=(1.5 + 4.5 * len(budgets), 4.2), layout="constrained")
-        panels = figure.subplots(1, len(budgets), squeeze=False)[0]
-        for axes, budget in zip(panels, budgets, strict=True):
+        figure = Figure(figsize=(1.5 + 4.5 * len(shared), 4.2), layout="constrained")
+        panels = figure.subplots(1, len(shared), squeeze=False)[0]
+        for axes, budget in zip(panels, shared, strict=True):
             _any_time(axes, [entry for entry in entries if entry["budget"] == budget], style)
             axes.set_title(f"{budget}", fontsize=10)
         panels[-1].legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         drawn.append(_save(figure, folder / "tokens.svg"))
-    figure = Figure(figsize=(1.5 + 4.5 * len(budgets), 0.32 * len(methods) + 1.4), layout="constrained")
-    for axes, budget in zip(figure.subplots(1, len(budgets), squeeze=False)[0], budgets, strict=True):
+    figure = Figure(figsize=(1.5 + 4.5 * len(shared), 0.32 * len(methods) + 1.4), layout="constrained")
+    for axes, budget in zip(figure.subplots(1, len(shared), squeeze=False)[0], shared, strict=True):
         _recovery(
             axes, [row for row in rows if row["budget"] == budget], bool(about["full_model"].get("tasks"))
         )

@@ -38,10 +38,18 @@ from rco.pipeline.judge import Judge
 from rco.pipeline.progress import Progress, Silent
 from rco.pipeline.quantize import plan_quantization
 
-__all__ = ["QuantizeComparison", "QuantizeContest", "QuantizeJob", "compare_quantization"]
+__all__ = [
+    "QuantizeComparison",
+    "QuantizeContest",
+    "QuantizeJob",
+    "SweepJob",
+    "compare_quantization",
+    "list_jobs",
+]
 
 # Most of an allowance that goes into the gradients behind the prior.
 _PRIOR_SHARE = 0.25
+_SWEEP_SHARE = 0.25  # of the allowance, for each budget of a sweep
 _CANDIDATES = 6  # that RCO compares at its end
 # IMPQ's two widths, as in its paper, where the budget lies between them.
 _IMPQ_WIDTHS = (2, 4)
@@ -61,6 +69,19 @@ class QuantizeJob:
     def name(self) -> str:
         """The job's file."""
         return slug(f"{self.budget}-{self.label}-{self.seed}")
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """RCO at one budget after the other, each search started from what the one before has found."""
+
+    budgets: tuple[str, ...]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The job's file."""
+        return slug(f"sweep-{self.budgets[0]}-{self.budgets[-1]}-{len(self.budgets)}-{self.seed}")
 
 
 @dataclass(frozen=True)
@@ -115,13 +136,24 @@ class QuantizeContest:
             self._judge = Judge(self.backend, self.data.evaluation)
         return self._judge
 
-    def do(self, job: QuantizeJob) -> dict[str, Any]:
-        """Search, then judge what was found."""
+    def do(self, job: QuantizeJob | SweepJob) -> dict[str, Any]:
+        """The entries of the table that a job makes."""
         if self.backend.store is None:
             self.prepare()
+        if isinstance(job, QuantizeJob):
+            return {"entries": [self.measure(job)]}
+        entries: list[dict[str, Any]] = []
+        for budget in job.budgets:
+            before = np.array(entries[-1]["choices"]) if entries else None
+            entry = self.measure(QuantizeJob(budget, "rco", _SWEEP_SHARE, job.seed), before)
+            entries.append({**entry, "label": "sweep"})
+        return {"entries": entries}
+
+    def measure(self, job: QuantizeJob, before: np.ndarray | None = None) -> dict[str, Any]:
+        """Search, then judge what was found; ``before`` is an allocation to start from."""
         problem = self.backend.problem(budget_of(self.config.single(job.budget)))
         curve: dict[int, np.ndarray] = {}
-        result, prepared = self._search(job, problem, curve if job.curve else None)
+        result, prepared = self._search(job, problem, curve if job.curve else None, before)
         spent = result.forwards + 2 * result.backwards
         row = self.judge.row(job.label, result.allocation, problem)
         parameters = sum(group.parameters for group in self.backend.plan.groups)
@@ -163,7 +195,11 @@ class QuantizeContest:
     # ------------------------------------------------------------------ searching
 
     def _search(
-        self, job: QuantizeJob, problem: AllocationProblem, curve: dict[int, np.ndarray] | None
+        self,
+        job: QuantizeJob,
+        problem: AllocationProblem,
+        curve: dict[int, np.ndarray] | None,
+        before: np.ndarray | None,
     ) -> tuple[SearchResult, _Prepared]:
         entrant = Entrant.parse(job.label)
         tokens, seconds = self.allowance.tokens, self.allowance.seconds
@@ -192,6 +228,8 @@ class QuantizeContest:
             errors = self.backend.relative_errors()
             losses = predicted_losses(prepared.differences, errors)
             prior = logits_from_losses(losses, problem, config.prior_strength)
+            if before is not None:
+                prior[torch.arange(len(before)), torch.from_numpy(before)] += config.prior_strength
             self.backend.curvature = curvature(prepared.differences, errors)
 
         def on_incumbent(record: StepRecord, choices: np.ndarray) -> None:
@@ -205,7 +243,8 @@ class QuantizeContest:
 
         with self.backend.objective(self.data.search, self.data.selection) as objective:
             if entrant.measures_fisher and prepared.differences is not None:
-                objective.fisher_losses = predicted_losses(prepared.differences)
+                known = self.backend.relative_errors() if entrant.pooled else None
+                objective.fisher_losses = predicted_losses(prepared.differences, known)
             result: SearchResult = searcher.search(
                 problem, objective, prior=prior, on_incumbent=on_incumbent if curve is not None else None
             )
@@ -251,14 +290,16 @@ class _Prepared:
     seconds: float
 
 
-def list_jobs(config: CompareQuantizeConfig) -> list[QuantizeJob]:
+def list_jobs(config: CompareQuantizeConfig) -> list[QuantizeJob | SweepJob]:
     """All jobs, seed by seed, so that what is there after a while is whole seeds."""
     listed = parse_methods(config.methods)
     for label, _, _ in listed:
         Entrant.parse(label)
     seeds = seeds_of(config.seed, config.seeds)
-    jobs = []
+    jobs: list[QuantizeJob | SweepJob] = []
     for seed in seeds:
+        if config.sweep:
+            jobs.append(SweepJob(tuple(config.sweep_budgets()), seed))
         for budget in config.budget_list():
             for label, name, share in listed:
                 if seed == seeds[0] or name not in FIXED:
@@ -294,7 +335,7 @@ def compare_quantization(
         full = contest.judge.row("full model", None, contest.planned.problem)
         if config.tasks:
             full["tasks"] = measure_tasks(contest.planned.loaded, config.tasks, config.limit, config.seed)
-        entries = [results[job.name] for job in jobs if job.name in results]
+        entries = [entry for job in jobs if job.name in results for entry in results[job.name]["entries"]]
         about = {
             "title": f"{config.model}: average widths {', '.join(config.budget_list())}",
             "tokens": contest.allowance.tokens,

@@ -12,11 +12,11 @@ from rco.baselines.evolution import Evolution
 from rco.baselines.sensitivity import Fisher
 from rco.core.search import GumbelSearch
 
-__all__ = ["FIXED", "PLAIN", "Allowance", "Entrant"]
+__all__ = ["FIXED", "PLAIN", "POOLED", "Allowance", "Entrant"]
 
 # Algorithm 1 as printed: no correction for curvature, no choice, no exchanges, and budget may stay unspent.
 _PRINTED = {"refine": 0, "curvature": False, "choose": False, "monotone": False, "tau": (1.0, 0.01)}
-PLAIN = "rco-plain"
+PLAIN, POOLED = "rco-plain", "fisher-pooled"
 # Rules that no seed changes: they run once.
 FIXED = ("uniform", "uniform-fill", "output-error")
 _WITH_PRIOR = "+prior"
@@ -59,19 +59,21 @@ class Entrant:
     Attributes:
         method: Name in the table of methods.
         prior: Starts from RCO's prior, knows its curvature, and ends with its choice and exchanges.
+        pooled: Of the Fisher losses: pooled over options, as RCO's prior has them.
     """
 
     method: str
     prior: bool
+    pooled: bool = False
 
     @classmethod
     def parse(cls, label: str) -> Entrant:
         """Read a label; an error for one that names no method."""
         name = label.partition("@")[0]
-        method = "rco" if name == PLAIN else name.removesuffix(_WITH_PRIOR)
+        method = {PLAIN: "rco", POOLED: "fisher"}.get(name, name.removesuffix(_WITH_PRIOR))
         if method not in tables.METHODS:
-            raise tables.unknown_name("method", method, [*tables.METHODS, PLAIN])
-        return cls(method, prior=name == "rco" or name.endswith(_WITH_PRIOR))
+            raise tables.unknown_name("method", method, [*tables.METHODS, PLAIN, POOLED])
+        return cls(method, name == "rco" or name.endswith(_WITH_PRIOR), name == POOLED)
 
     @property
     def searcher(self) -> Any:
