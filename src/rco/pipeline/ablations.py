@@ -253,7 +253,11 @@ class _Bench:
         last: dict[str, Any] = {}
         with backend.objective(data, selection) as objective:
             result = searcher.search(problem, objective, prior=prior, on_checkpoint=last.update)
-        found = _printed(problem, last["logits"]) if printed else {"search": np.asarray(result.allocation)}
+        found = (
+            _printed(problem, last["process"]["logits"])
+            if printed
+            else {"search": np.asarray(result.allocation)}
+        )
         return {
             "key": loop.key,
             "loop": loop.to_dict(),
