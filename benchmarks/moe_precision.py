@@ -179,7 +179,13 @@ def run_part(settings, model, bits, seed, method):
     """Search and judge; one line of the file of parts."""
     import numpy as np
 
-    from rco.backends.sensitivity import curvature, fisher_differences, logits_from_losses, predicted_losses
+    from rco.backends.sensitivity import (
+        curvature,
+        fisher_differences,
+        logits_from_losses,
+        predicted_losses,
+        steadied_losses,
+    )
     from rco.pipeline.common import make_searcher, search_settings
     from rco.pipeline.judge import Judge
 
@@ -203,8 +209,11 @@ def run_part(settings, model, bits, seed, method):
         else:
             part = data.search.select(slice(0, settings.sensitivity))
             differences = fisher_differences(backend, part, seed=seed)
-            backend.curvature = curvature(differences)
-            prior = logits_from_losses(predicted_losses(differences), problem, config.prior_strength)
+            known = backend.relative_errors()
+            backend.curvature = curvature(differences, known)
+            layers = backend.layer_errors(part, experts_only=False)
+            losses = steadied_losses(predicted_losses(differences, known), layers, backend.alike)
+            prior = logits_from_losses(losses, problem, config.prior_strength)
         searcher = make_searcher(config.searcher, search_settings(config))
         with backend.objective(data.search, data.selection) as objective:
             if table is not None:

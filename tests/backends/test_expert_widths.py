@@ -14,7 +14,7 @@ from rco.backends.candidates import CandidateSettings
 from rco.backends.expert_candidates import packed_candidate
 from rco.backends.plan import LEAVE_ALONE, PRUNED, make_plan
 from rco.backends.quantization import QuantizationBackend
-from rco.backends.sensitivity import fisher_differences
+from rco.backends.sensitivity import fisher_differences, steadied_losses
 from rco.compressors.gptq import gptq
 from rco.compressors.grid import Grid
 from rco.core.problem import InfeasibleBudgetError
@@ -399,3 +399,22 @@ def test_bytes_hold_for_every_preset_and_engines_take_the_config(serve, widths, 
         schemes[first.name] = Scheme(bits, None, True)
         config = {"model_type": "qwen2_moe", "quantization_config": quantization_config(source, schemes)}
         assert any("experts" in line for line in validate_for_engine(config, serve))
+
+
+def test_steadied_losses_pool_over_the_experts_of_a_layer():
+    """With losses that are a factor times the squared error, times noise: the noise halves, at least."""
+    generator = torch.Generator().manual_seed(0)
+    squares = torch.rand(64, 3, generator=generator, dtype=torch.float64) + 0.1
+    factor = torch.tensor([[2.0, 1.5, 1.0]] * 32 + [[0.2, 0.1, 0.4]] * 32, dtype=torch.float64)
+    noise = (0.3 * torch.randn(64, 3, generator=generator, dtype=torch.float64)).exp()
+    alike = [(0, 0)] * 32 + [(1, 0)] * 32
+    found = steadied_losses(factor * squares * noise, squares.sqrt(), alike)
+    error, before = (found / (factor * squares)).log(), noise.log()
+    assert float(error.std()) < 0.6 * float(before.std())
+    # Groups that are like no other, and options without an error, stay as they are.
+    losses = torch.rand(4, 2, generator=generator, dtype=torch.float64)
+    errors = torch.tensor([[1.0, 0.0]] * 4, dtype=torch.float64)
+    kept = steadied_losses(losses, errors, [None, (0,), (0,), None])
+    assert torch.equal(kept[[0, 3]], losses[[0, 3]])
+    assert torch.equal(kept[:, 1], losses[:, 1])
+    assert float(kept[1, 0]) == pytest.approx(float(0.75 * losses[1, 0] + 0.25 * losses[2, 0]))

@@ -305,14 +305,14 @@ class QuantizationBackend(Backend):
             errors[row] /= whole or 1.0
         return errors
 
-    def layer_errors(self, calibration: CalibrationSet) -> Tensor:
+    def layer_errors(self, calibration: CalibrationSet, *, experts_only: bool = True) -> Tensor:
         """(N, K) L2 norm of what a group's option does to the output of its layer, its members one at a time.
 
         Sensitivities of experts as MxMoE takes them, summed over a group's members. Groups outside experts have
-        none, and must be locked.
+        none, and with ``experts_only`` must be locked.
         """
         free = [g.name for g in self.plan.groups if g.members[0].role != EXPERT_ROLE and len(g.widths) > 1]
-        if free:
+        if free and experts_only:
             raise ValueError(
                 f"Layer-output sensitivities are those of experts; {len(free)} other groups, such as {free[0]}, "
                 "have a choice: lock them, e.g. with --lock attention=16."
@@ -325,6 +325,16 @@ class QuantizationBackend(Backend):
                 places = torch.from_numpy(rows[layer]).reshape(-1)
                 table.index_add_(0, places, squares.sqrt().flatten(0, 1))
         return table
+
+    @property
+    def alike(self) -> list[tuple[int, ...] | None]:
+        """For every group what makes its sensitivities comparable: layer and projections of experts, else None."""
+        found: list[tuple[int, ...] | None] = []
+        for group in self.plan.groups:
+            parts = [m for m in group.members if isinstance(m, ExpertLinear)]
+            kinds = sorted({("gate", "up", "down").index(m.projection) for m in parts})
+            found.append((parts[0].layer.index, *kinds) if len(parts) == len(group.members) else None)
+        return found
 
     # --------------------------------------------------------------- the model
 

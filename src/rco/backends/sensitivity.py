@@ -13,7 +13,7 @@ calibration; pooling over the options and over the groups takes out most of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -24,7 +24,13 @@ from rco.core.problem import AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.losses import chunked_cross_entropy, sample_tokens
 
-__all__ = ["curvature", "fisher_differences", "logits_from_losses", "predicted_losses"]
+__all__ = [
+    "curvature",
+    "fisher_differences",
+    "logits_from_losses",
+    "predicted_losses",
+    "steadied_losses",
+]
 
 
 def fisher_differences(
@@ -96,6 +102,28 @@ def predicted_losses(differences: Tensor, errors: Tensor | None = None) -> Tenso
     variance = rest.square().sum() / (known.sum() - len(known)).clamp_min(1)
     rest = (centre + rest) * _share_of_signal(variance, torch.tensor(noise))
     return torch.where(known, scale * errors * (by_option + rest).exp(), raw)
+
+
+def steadied_losses(losses: Tensor, layer_errors: Tensor, alike: Sequence[object | None]) -> Tensor:
+    """(N, K) losses of experts, half of them replaced by what their layer's experts have in common.
+
+    A layer has many experts, each with a noisy estimate of its own and an error of the layer's output that is known
+    exactly. Experts that are ``alike`` share, for every option, one factor from squared error to loss; it is their
+    mean, and so nearly free of noise.
+
+    Args:
+        losses: (N, K) from :func:`predicted_losses`.
+        layer_errors: (N, K) L2 norms (:meth:`QuantizationBackend.layer_errors`); zero where nothing is known.
+        alike: What a group shares a factor with, such as its layer and projection; None: it stays as it is.
+    """
+    squares, result = layer_errors.square(), losses.clone()
+    for kind in dict.fromkeys(key for key in alike if key is not None):
+        rows = torch.tensor([index for index, key in enumerate(alike) if key == kind])
+        total = squares[rows].sum(dim=0)
+        factor = losses[rows].sum(dim=0) / total.where(total > 0, 1.0)
+        common = torch.where(total > 0, factor * squares[rows], losses[rows])
+        result[rows] = 0.5 * (losses[rows] + common)
+    return result
 
 
 def _share_of_signal(total: Tensor, noise: Tensor) -> Tensor:

@@ -22,7 +22,13 @@ from rco.backends.engines import find_engine
 from rco.backends.gguf_file import GGUFFile
 from rco.backends.plan import ExpertGroups, QuantizationPlan, make_plan
 from rco.backends.quantization import QuantizationBackend, routing_visits
-from rco.backends.sensitivity import curvature, fisher_differences, logits_from_losses, predicted_losses
+from rco.backends.sensitivity import (
+    curvature,
+    fisher_differences,
+    logits_from_losses,
+    predicted_losses,
+    steadied_losses,
+)
 from rco.core.knapsack import solve_mckp
 from rco.core.problem import Allocation
 from rco.core.refine import layer_order, spend, uniform_allocation
@@ -140,11 +146,15 @@ def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Outcom
             backend.prepare(data.search)
         differences = _sensitivities(config, backend, data, progress, run)
         errors = backend.relative_errors()
-        sensitivities = predicted_losses(differences, errors).numpy()
+        losses = predicted_losses(differences, errors)
+        layer_errors = _layer_errors(config, backend, data, run)
+        if layer_errors is not None:
+            losses = steadied_losses(losses, layer_errors, backend.alike)
+        sensitivities = losses.numpy()
         backend.curvature = curvature(differences, errors)
         known = {}
-        if config.searcher == "mxmoe" and not run.finished:
-            known["layer_errors"] = backend.layer_errors(data.search.select(slice(0, config.sensitivity)))
+        if config.searcher == "mxmoe" and layer_errors is not None:
+            known["layer_errors"] = layer_errors
         result = search_stage(
             config, planned, data, lambda: _prior(config, planned, sensitivities), run, progress, known
         )
@@ -179,6 +189,23 @@ def _sensitivities(
     with atomic_path(saved) as temporary:
         save_file({"differences": differences}, temporary)
     return differences
+
+
+def _layer_errors(
+    config: QuantizeConfig, backend: QuantizationBackend, data: DataSplits, run: RunDirectory
+) -> torch.Tensor | None:
+    """(N, K) what experts' options do to the output of their layers, from the run if it is there; None without."""
+    if not backend.plan.experts:
+        return None
+    saved = run.folder / "layer_errors.safetensors"
+    if saved.exists():
+        return load_file(saved)["layer_errors"]
+    with timed(run, "sensitivities"):
+        part = data.search.select(slice(0, config.sensitivity))
+        errors = backend.layer_errors(part, experts_only=config.searcher == "mxmoe")
+    with atomic_path(saved) as temporary:
+        save_file({"layer_errors": errors}, temporary)
+    return errors
 
 
 def _prior(
