@@ -36,7 +36,9 @@ def parse(line):
 def commands_in(text):
     """Lines of code blocks, and what stands between backticks with arguments."""
     for block in re.findall(r"```\w*\n(.*?)```", text, flags=re.DOTALL):
-        yield from (line.strip() for line in block.splitlines() if line.strip().startswith("rco "))
+        lines = re.sub(r"\\\n\s*", " ", block).splitlines()
+        found = (re.match(r"\s*(?:.*torchrun .* -m )?(rco .*)", line) for line in lines)
+        yield from (match.group(1).strip() for match in found if match)
     for code in re.findall(r"`(rco [^`\n]+)`", text):
         if code not in VERBS and "|" not in code:
             yield code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ def run_job(
     *,
     plan: Callable[[Any], Any],
     describe: Callable[[Any], tuple[dict[str, Any], list[tuple[str, str]]]],
-    job: Callable[[Any, Any], Outcome],
+    job: Callable[[Any, Any], Outcome | None],
     summarize: Callable[[Outcome], dict[str, Any]],
     show: Callable[[Outcome], None],
 ) -> None:
@@ -35,19 +36,25 @@ def run_job(
         switches: How to show it.
         plan: Checks the settings without work.
         describe: A plan as data for ``--json``, and as lines (label, text) for people.
-        job: Does it.
+        job: Does it; returns nothing on a rank of torchrun that only helps.
         summarize: The outcome's own part of the JSON.
         show: Prints the outcome for people.
     """
     from rco.cli.progress import make_progress
+    from rco.distributed import is_first_rank
 
     if switches.dry_run:
+        if not is_first_rank():
+            return
         planned = plan(config)
         data, lines = describe(planned)
         print_plan(planned, data, lines, as_json=switches.as_json)
         return
-    with interruptible(), make_progress(switches.quiet or switches.as_json) as progress:
+    quiet = switches.quiet or switches.as_json or not is_first_rank()
+    with interruptible(), make_progress(quiet) as progress:
         outcome = job(config, progress)
+    if outcome is None:
+        return
     if switches.as_json:
         typer.echo(json.dumps({**_common_summary(outcome), **summarize(outcome)}))
     else:
@@ -56,13 +63,25 @@ def run_job(
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C inside ends the command with the line that continues it."""
+    """Ctrl-C inside, or the loss of another rank, ends the command with the line that continues it."""
+    from rco.distributed import RankLostError, is_first_rank
+
     try:
         yield
     except KeyboardInterrupt:
-        command = " ".join(["rco", *(a for a in sys.argv[1:] if a != "--resume"), "--resume"])
-        sys.stderr.write(f"\nStopped. What is done is kept; continue with:\n  {command}\n")
+        if is_first_rank():
+            sys.stderr.write(f"\nStopped. {_way_on()}")
         raise typer.Exit(130) from None
+    except RankLostError as error:
+        sys.stderr.write(f"Error on rank {os.environ.get('RANK', '0')}: {error} {_way_on()}")
+        raise typer.Exit(1) from None
+
+
+def _way_on() -> str:
+    command = ["rco", *(a for a in sys.argv[1:] if a != "--resume"), "--resume"]
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        command = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], "-m", *command]
+    return f"What is done is kept; continue with:\n  {' '.join(command)}\n"
 
 
 def print_plan(

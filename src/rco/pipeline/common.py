@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -22,7 +22,9 @@ from rco.core.protocols import Objective
 from rco.core.result import SearchResult, StepRecord
 from rco.data.calibration import DataSplits, build_splits
 from rco.data.sources import resolve_source
-from rco.models.loading import LoadedModel
+from rco.distributed import Ranks, serve, shared
+from rco.models.loading import LoadedModel, load_model
+from rco.models.spread import Spread
 from rco.pipeline.configs import CompressConfig
 from rco.pipeline.estimate import Estimate
 from rco.pipeline.judge import Judge
@@ -32,11 +34,13 @@ from rco.runs import RunDirectory
 __all__ = [
     "Outcome",
     "Planned",
+    "assist",
     "build_data",
     "check_sources",
     "check_used",
     "describe_model",
     "judge_all",
+    "load_for",
     "make_searcher",
     "method_label",
     "open_run",
@@ -44,6 +48,7 @@ __all__ = [
     "run_search",
     "search_settings",
     "search_stage",
+    "shared_objective",
     "slug",
     "timed",
 ]
@@ -61,6 +66,7 @@ class Planned(Generic[BackendT]):
     budget: Budget
     folder: Path
     estimate: Estimate
+    ranks: Ranks = field(default_factory=Ranks, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,19 @@ def run_folder(config: CompressConfig, budget: Budget, prefix: str = "", suffix:
     """Where a run goes: what the user said, or a name made of model and budget."""
     name = f"{prefix}{Path(config.model).name}-{budget.kind}-{config.requested}{suffix}"
     return config.out or Path("runs") / slug(name)
+
+
+def load_for(config: CompressConfig, ranks: Ranks) -> LoadedModel:
+    """The model on this rank's device, or divided among its GPUs."""
+    if config.device_map != "none" and config.device not in (None, "cuda"):
+        raise ValueError(f"--device-map divides a model among GPUs: add --device cuda, got {config.device}.")
+    spread = None if config.device_map == "none" else Spread(config.device_map, ranks.gpus)
+    return load_model(
+        config.model,
+        dtype=config.dtype,
+        device=ranks.device(config.device, spread is not None),
+        spread=spread,
+    )
 
 
 def open_run(config: CompressConfig, folder: Path) -> AbstractContextManager[RunDirectory]:
@@ -188,7 +207,7 @@ def search_stage(
         return run.result
     searcher = make_searcher(config.searcher, search_settings(config))
     device = planned.loaded.device
-    with timed(run, "search"), planned.backend.objective(data.search, data.selection) as objective:
+    with timed(run, "search"), shared_objective(planned, data) as objective:
         for name, value in (known or {}).items():
             setattr(objective, name, value)
         if device.type == "cuda":
@@ -199,6 +218,37 @@ def search_stage(
             expected = planned.estimate.search_memory
             run.update_metrics({"memory": {"search_bytes": measured, "expected_bytes": expected}})
     return result
+
+
+@contextmanager
+def shared_objective(planned: Planned[Any], data: DataSplits, spec: str | None = None) -> Iterator[Objective]:
+    """Rank 0: the objective, answered by all ranks; ``spec`` is what the data were built from, if not as usual."""
+    planned.ranks.call("search", spec)
+    with (
+        planned.backend.objective(data.search, data.selection) as objective,
+        shared(objective, planned.ranks) as together,
+    ):
+        yield together
+
+
+def assist(
+    config: CompressConfig,
+    planned: Planned[Any],
+    data: DataSplits,
+    tasks: Mapping[str, Callable[[], object]] | None = None,
+) -> None:
+    """The other ranks: take part in the shared stages, and in a job's own ``tasks``, as rank 0 calls for them."""
+
+    def search(spec: str | None) -> None:
+        own = data if spec is None else build_data(config, planned.loaded.tokenizer, spec)
+        with planned.backend.objective(own.search, own.selection) as objective:
+            serve(objective, planned.ranks)
+
+    def evaluate(listed: Sequence[tuple[str, Allocation | None]]) -> None:
+        for _ in _measured(planned, data, listed):
+            pass
+
+    planned.ranks.follow({"search": search, "evaluation": evaluate, **(tasks or {})})
 
 
 def judge_all(
@@ -212,16 +262,30 @@ def judge_all(
     """Evaluate named allocations (None is the full model) and the result; each row is kept as it is measured."""
     rows = list(run.metrics.get("evaluation", []))
     done = {row["name"] for row in rows}
-    judge = Judge(planned.backend, data.evaluation)
     listed = [*wanted, (method_label(result), result.allocation)]
+    missing = [entry for entry in listed if entry[0] not in done]
     count = progress.stage("evaluation")
+    planned.ranks.call("evaluation", missing)
     with timed(run, "evaluation"):
-        for position, (name, allocation) in enumerate(listed):
-            if name not in done:
-                chosen = allocation is result.allocation
-                rows.append({**judge.row(name, allocation, planned.problem), "chosen": chosen})
-                run.update_metrics({"evaluation": rows})
-            count(position + 1, len(listed))
+        for found in _measured(planned, data, missing):
+            rows += [{**row, "chosen": row["name"] == method_label(result)} for row in found]
+            run.update_metrics({"evaluation": rows})
+            count(len(rows), len(listed))
+
+
+def _measured(
+    planned: Planned[Any], data: DataSplits, listed: Sequence[tuple[str, Allocation | None]]
+) -> Iterator[list[dict[str, Any]]]:
+    """Rows of the comparison in their order, as many at a time as there are ranks."""
+    judge = Judge(planned.backend, data.evaluation)
+    ranks = planned.ranks
+    for start in range(0, len(listed), ranks.count):
+        part = listed[start : start + ranks.count]
+
+        def share(mine: Sequence[int], part: Sequence[Any] = part) -> list[dict[str, Any]]:
+            return [judge.row(part[item][0], part[item][1], planned.problem) for item in mine]
+
+        yield ranks.map(share, len(part))
 
 
 def method_label(result: SearchResult) -> str:

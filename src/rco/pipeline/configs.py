@@ -56,6 +56,12 @@ class CompressConfig:
     dtype: str = setting("auto", help="Type of the checkpoint: auto, bfloat16, float32.", panel="Machine")
     batch_size: int = setting(1, help="Sequences per forward pass of the search.", panel="Machine")
     checkpointing: bool = setting(False, help="Save memory, recompute activations.", panel="Machine")
+    device_map: Literal["none", "auto", "balanced", "sequential"] = setting(
+        "none", help="Divide a model that is larger than one GPU among those of a rank.", panel="Machine"
+    )
+    rank_timeout: float = setting(
+        30.0, help="Minutes after which a rank of torchrun that does not answer is given up.", panel="Machine"
+    )
     resume: bool = setting(False, help="Continue the run in --out.", panel="Machine")
 
     def budgets(self) -> dict[str, str | None]:
@@ -70,7 +76,7 @@ class CompressConfig:
     def identity(self) -> dict[str, Any]:
         """What must agree for a run to be resumed."""
         described = dataclasses.asdict(self)
-        for name in ("out", "resume"):
+        for name in ("out", "resume", "device_map", "rank_timeout"):
             described.pop(name)
         described["tau"] = list(self.tau)
         return described

@@ -19,21 +19,24 @@ from rco.backends.expert_pruning import ExpertPruningBackend
 from rco.core.problem import Allocation, InfeasibleBudgetError
 from rco.core.result import SearchResult
 from rco.data.calibration import CalibrationSet, DataSplits
-from rco.models.loading import load_model
+from rco.distributed import Ranks, join
 from rco.models.moe_prune import keep_plan
 from rco.pipeline.checkpoints import export_pruning
 from rco.pipeline.common import (
     Outcome,
     Planned,
+    assist,
     build_data,
     check_sources,
     describe_model,
     judge_all,
+    load_for,
     make_searcher,
     open_run,
     run_folder,
     search_settings,
     search_stage,
+    shared_objective,
     timed,
 )
 from rco.pipeline.configs import PruneConfig
@@ -77,12 +80,15 @@ def parse_budget(config: PruneConfig) -> Budget:
     return budget
 
 
-def plan_pruning(config: PruneConfig, progress: Progress | None = None) -> PlannedPruning:
+def plan_pruning(
+    config: PruneConfig, progress: Progress | None = None, ranks: Ranks | None = None
+) -> PlannedPruning:
     """Load the model, form the problem, and refuse what cannot work, before anything expensive."""
     budget = parse_budget(config)
     tables.load(tables.METHODS, config.searcher, "method")
     check_sources(config)
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    ranks = ranks or Ranks()
+    loaded = load_for(config, ranks)
     backend = ExpertPruningBackend(
         loaded,
         uniform=config.uniform,
@@ -105,14 +111,25 @@ def plan_pruning(config: PruneConfig, progress: Progress | None = None) -> Plann
         if obstacle is not None:
             raise ValueError(f"--padded is not possible here: {obstacle}.")
     folder = run_folder(config, budget, suffix="-uniform" if config.uniform else "")
-    return PlannedPruning(loaded, backend, problem, budget, folder, estimate_pruning(backend, config))
+    return PlannedPruning(
+        loaded, backend, problem, budget, folder, estimate_pruning(backend, config), ranks=ranks
+    )
 
 
-def prune(config: PruneConfig, progress: Progress | None = None) -> Outcome:
-    """Run the whole job; with ``config.resume``, the rest of it."""
+def prune(config: PruneConfig, progress: Progress | None = None) -> Outcome | None:
+    """Run the whole job; with ``config.resume``, the rest of it. None on a rank that only helps rank 0."""
     progress = progress or Silent()
-    planned = plan_pruning(config, progress)
-    data = build_data(config, planned.loaded.tokenizer)
+    with join(config.rank_timeout) as ranks:
+        planned = plan_pruning(config, progress, ranks)
+        data = build_data(config, planned.loaded.tokenizer)
+        ranks.require_same("model or data", (planned.loaded.fingerprint, data.search.fingerprint))
+        if ranks.first:
+            return _lead(config, planned, data, progress)
+        assist(config, planned, data)
+        return None
+
+
+def _lead(config: PruneConfig, planned: PlannedPruning, data: DataSplits, progress: Progress) -> Outcome:
     with open_run(config, planned.folder) as run:
         run.write_problem(planned.problem)
         _score(planned.backend, data.search, run)
@@ -121,6 +138,7 @@ def prune(config: PruneConfig, progress: Progress | None = None) -> Outcome:
         judge_all(planned, data, _allocations_to_judge(planned, progress), result, run, progress)
         if config.by_domain:
             _by_domain(config, planned, data, run, progress)
+        planned.ranks.dismiss()
         checkpoint = _export(config, planned, data, result, run, progress)
         report = build_report([run], run.folder / "report.html")
         return Outcome(run.folder, result, run.metrics, report, checkpoint)
@@ -170,20 +188,20 @@ def _by_domain(
     domains = list(dict.fromkeys(data.search.domains))
     count = progress.stage("domains")
     backend = planned.backend
-    shared = {name: list(layers) for name, layers in backend.scores.items()}
+    before = {name: list(layers) for name, layers in backend.scores.items()}
     with timed(run, "domains"):
         for position, domain in enumerate(domains):
             if domain not in measured:
                 own = build_data(config, planned.loaded.tokenizer, spec=domain)
                 backend.score(own.search)
                 searcher = make_searcher(config.searcher, search_settings(config))
-                with backend.objective(own.search, own.selection) as objective:
+                with shared_objective(planned, own, domain) as objective:
                     result = searcher.search(planned.problem, objective, prior=backend.prior())
                 measured[domain] = judge.row(domain, result.allocation, planned.problem)["by_domain"]
                 moe["by_domain"] = measured
                 run.update_metrics({"moe": moe})
             count(position + 1, len(domains))
-    backend.set_scores(shared)
+    backend.set_scores(before)
 
 
 def _export(

@@ -34,18 +34,21 @@ from rco.core.problem import Allocation
 from rco.core.refine import layer_order, spend, uniform_allocation
 from rco.core.result import SearchResult
 from rco.data.calibration import DataSplits
+from rco.distributed import Ranks, join
 from rco.export.compressed_tensors import check_exportable
 from rco.folders import atomic_path
-from rco.models.loading import LoadedModel, load_model
+from rco.models.loading import LoadedModel
 from rco.models.moe_linears import model_linears, sparse_layers
 from rco.pipeline.checkpoints import check_format, export_quantized
 from rco.pipeline.common import (
     Outcome,
     Planned,
+    assist,
     build_data,
     check_sources,
     describe_model,
     judge_all,
+    load_for,
     open_run,
     run_folder,
     search_stage,
@@ -63,11 +66,14 @@ __all__ = ["PlannedQuantization", "plan_groups", "plan_quantization", "quantize"
 PlannedQuantization = Planned[QuantizationBackend]
 
 
-def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) -> PlannedQuantization:
+def plan_quantization(
+    config: QuantizeConfig, progress: Progress | None = None, ranks: Ranks | None = None
+) -> PlannedQuantization:
     """Load the model, form groups and problem, and refuse what cannot work, before anything expensive."""
     budget = Budget.parse(**config.budgets())
     check_sources(config)
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    ranks = ranks or Ranks()
+    loaded = load_for(config, ranks)
     # Costs of active bits come from data, and so does what must not be pruned.
     visits = None
     if budget.kind == "active_bits" or config.allow_prune:
@@ -96,6 +102,7 @@ def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) 
         overwrite_store=config.overwrite_store,
         memory=residency,
         on_progress=(progress or Silent()).stage("candidates") if progress else None,
+        ranks=ranks,
     )
     problem = backend.problem(budget)
     format = _format(config)
@@ -106,7 +113,7 @@ def plan_quantization(config: QuantizeConfig, progress: Progress | None = None) 
         check_exportable(plan.linears, schemes)
     tables.load(tables.METHODS, config.searcher, "method")
     expected = estimate(loaded, plan, config, residency, memory)
-    return Planned(loaded, backend, problem, budget, folder, expected)
+    return Planned(loaded, backend, problem, budget, folder, expected, ranks=ranks)
 
 
 def plan_groups(
@@ -130,21 +137,40 @@ def plan_groups(
     )
 
 
-def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Outcome:
-    """Run the whole job; with ``config.resume``, the rest of it."""
+def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Outcome | None:
+    """Run the whole job; with ``config.resume``, the rest of it. None on a rank that only helps rank 0."""
     progress = progress or Silent()
-    planned = plan_quantization(config, progress)
-    backend = planned.backend
-    progress.message(_expectation(planned))
-    # Text or candidates that do not fit are found before the run has a folder.
-    data = build_data(config, planned.loaded.tokenizer)
-    backend.check_store(data.search)
+    with join(config.rank_timeout) as ranks:
+        planned = plan_quantization(config, progress, ranks)
+        progress.message(_expectation(planned))
+        # Text or candidates that do not fit are found before the run has a folder.
+        data = build_data(config, planned.loaded.tokenizer)
+        planned.backend.check_store(data.search)
+        if ranks.first:
+            return _lead(config, planned, data, progress)
+        assist(
+            config,
+            planned,
+            data,
+            {
+                "candidates": lambda: planned.backend.prepare(data.search),
+                "sensitivities": lambda: _measure_sensitivities(config, planned.backend, data),
+            },
+        )
+        return None
+
+
+def _lead(
+    config: QuantizeConfig, planned: PlannedQuantization, data: DataSplits, progress: Progress
+) -> Outcome:
+    backend, ranks = planned.backend, planned.ranks
     with open_run(config, planned.folder) as run:
         run.write_problem(planned.problem)
         with timed(run, "candidates"):
             backend.look_at_routing(data.search)
+            ranks.call("candidates")
             backend.prepare(data.search)
-        differences = _sensitivities(config, backend, data, progress, run)
+        differences = _sensitivities(config, planned, data, progress, run)
         errors = backend.relative_errors()
         losses = predicted_losses(differences, errors)
         layer_errors = _layer_errors(config, backend, data, run)
@@ -160,6 +186,7 @@ def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Outcom
         )
         run.update_metrics(_describe(config, planned, result, sensitivities))
         judge_all(planned, data, _allocations_to_judge(planned, result, sensitivities), result, run, progress)
+        ranks.dismiss()
         checkpoint = _export(config, planned, result, run, progress)
         report = build_report([run], run.folder / "report.html")
         return Outcome(run.folder, result, run.metrics, report, checkpoint)
@@ -170,7 +197,7 @@ def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Outcom
 
 def _sensitivities(
     config: QuantizeConfig,
-    backend: QuantizationBackend,
+    planned: PlannedQuantization,
     data: DataSplits,
     progress: Progress,
     run: RunDirectory,
@@ -180,15 +207,22 @@ def _sensitivities(
     if saved.exists():
         return load_file(saved)["differences"]
     with timed(run, "sensitivities"):
-        differences = fisher_differences(
-            backend,
-            data.search.select(slice(0, config.sensitivity)),
-            seed=config.seed,
-            on_progress=progress.stage("sensitivities"),
-        )
+        planned.ranks.call("sensitivities")
+        differences = _measure_sensitivities(config, planned.backend, data, progress)
     with atomic_path(saved) as temporary:
         save_file({"differences": differences}, temporary)
     return differences
+
+
+def _measure_sensitivities(
+    config: QuantizeConfig, backend: QuantizationBackend, data: DataSplits, progress: Progress | None = None
+) -> torch.Tensor:
+    return fisher_differences(
+        backend,
+        data.search.select(slice(0, config.sensitivity)),
+        seed=config.seed,
+        on_progress=progress.stage("sensitivities") if progress is not None else None,
+    )
 
 
 def _layer_errors(

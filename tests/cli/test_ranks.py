@@ -1,0 +1,187 @@
+"""``rco quantize`` and ``rco prune`` under several ranks: one result, one writer, and a way back after a death."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import rank_jobs
+import torch
+import transformers
+from ranks import results, start_ranks
+
+from rco.models.zoo import find_builtin
+from rco.store import CandidateStore
+
+SMALL = ["--sequences=4", "--selection=2", "--evaluation=2", "--length=16", "--steps=3", "--samples=3"]
+SMALL += ["--refine=2", "--json"]
+SIZES = {
+    "vocab_size": 8192, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "intermediate_size": 16,
+    "tie_word_embeddings": True, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two random models that speak the built-in tokenizer's language, and some text."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.manual_seed(0)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    experts = {"moe_intermediate_size": 8, "num_experts": 8, "num_experts_per_tok": 2}
+    moe = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **experts))
+    source, _ = find_builtin("tiny-moe").locate()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    for name, model in (("llama", llama), ("moe", moe)):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    words = random.Random(0)
+    text = (
+        " ".join(words.choices(["of", "the", "river", "stone", "and", "light"], k=60)) for _ in range(120)
+    )
+    (folder / "text.txt").write_text("\n\n".join(text))
+    return folder
+
+
+def job(folder, kind):
+    model = {"quantize": "llama", "prune": "moe"}[kind]
+    budget = {
+        "quantize": ["--bits", "3", "--widths", "2,3,4", "--group-size", "0", "--sensitivity", "3"],
+        "prune": ["--experts", "0.25"],
+    }[kind]
+    return [kind, str(folder / model), *budget, "--data", str(folder / "text.txt"), *SMALL]
+
+
+def outcome(run):
+    """What must not depend on the ranks: the allocation, its losses, and what was measured."""
+    found = json.loads((run / "allocation.json").read_text())
+    metrics = json.loads((run / "metrics.json").read_text())
+    history = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in history]
+    return found["allocation"], found["candidates"], losses, metrics["evaluation"], metrics["certificate"]
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The same jobs by one process."""
+    runs = {}
+    for kind in ("quantize", "prune"):
+        code, _, err = rank_jobs.command([*job(folder, kind), "--out", str(folder / f"{kind}-alone")])
+        assert code == 0, err
+        runs[kind] = outcome(folder / f"{kind}-alone")
+    return runs
+
+
+@pytest.mark.parametrize("kind", ["quantize", "prune"])
+def test_two_ranks_give_the_same_run(folder, alone, kind):
+    run = folder / f"{kind}-2"
+    (code, out, _), helper = results(
+        start_ranks(2, rank_jobs.command, [*job(folder, kind), "--out", str(run)])
+    )
+    assert code == 0
+    assert json.loads(out)["folder"] == str(run)
+    assert helper == (0, "", "")  # it writes and prints nothing
+    assert outcome(run) == alone[kind]
+    if kind == "quantize":
+        stores = [CandidateStore.open(folder / f"{kind}-{name}" / "candidates") for name in ("alone", "2")]
+        assert stores[0].manifest == stores[1].manifest
+
+
+def test_a_death_leaves_a_run_that_one_process_can_finish(folder, alone):
+    run = folder / "quantize-killed"
+    arguments = [*job(folder, "quantize"), "--out", str(run)]
+    found = start_ranks(2, rank_jobs.command, arguments, 1)
+    code, out, err = found[0][0]
+    assert 1 not in found
+    assert (code, out) == (1, "")
+    assert "rank has ended" in err
+    assert "--nproc-per-node 2 -m rco" in err
+    assert "--resume" in err
+    assert not (run / "allocation.json").exists()
+    assert list(run.glob("checkpoints/*.pt"))
+    code, _, err = rank_jobs.command([*arguments, "--resume"])
+    assert code == 0, err
+    assert outcome(run) == alone["quantize"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device-map", "auto"], "add --device cuda, got cpu"),
+        (["--rank-timeout", "0"], "must be positive"),
+        pytest.param(
+            ["--device-map", "auto", "--device", "cuda"],
+            "this machine has 0",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
+        ),
+    ],
+)
+def test_mistakes_are_said_in_a_line(folder, tmp_path, arguments, message):
+    code, _, err = rank_jobs.command([*job(folder, "prune"), *arguments, "--out", str(tmp_path / "run")])
+    assert code == 1
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def torchrun(count, arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    return subprocess.Popen(
+        [*command, "-m", "rco", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["quantize", "prune"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_torchrun(folder, alone, kind, count):
+    run = folder / f"{kind}-torchrun-{count}"
+    process = torchrun(count, [*job(folder, kind), "--out", str(run)])
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    assert json.loads(out)["folder"] == str(run)
+    assert outcome(run) == alone[kind]
+
+
+def process_of_rank(parent, rank):
+    """Process id of a rank that torchrun has started."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    for child in children:
+        if f"RANK={rank}" in Path(f"/proc/{child}/environ").read_text().split("\0"):
+            return int(child)
+    raise AssertionError(f"rank {rank} is not among {children}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_ends_when_a_rank_is_killed(folder, rank):
+    run = folder / f"torchrun-killed-{rank}"
+    arguments = [*job(folder, "quantize"), "--steps=60", "--out", str(run)]
+    process = torchrun(2, arguments)
+    deadline = time.monotonic() + 300
+    while not list(run.glob("checkpoints/*.pt")):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process_of_rank(process.pid, rank), signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert f"Error on rank {1 - rank}: " in err
+    assert "-m rco quantize" in err
+    assert "--resume" in err
+    process = torchrun(2, [*arguments, "--resume"])
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    whole = folder / "sixty"
+    if not whole.exists():
+        code, _, err = rank_jobs.command([*job(folder, "quantize"), "--steps=60", "--out", str(whole)])
+        assert code == 0, err
+    assert outcome(run) == outcome(whole)
