@@ -309,3 +309,23 @@ def test_expected_cost_matches_the_manifold():
 def test_settings_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         rco.RCO().steps = 3
+
+
+def test_a_sample_without_a_solution_takes_that_of_the_logits(monkeypatch):
+    """Joint budgets may exhaust the exact solver's time: the walk goes on from the unperturbed knapsack."""
+    from rco.core import process
+
+    costs = np.array([[[1, 3], [2, 4], [1, 2]], [[2, 1], [1, 3], [1, 2]]])
+    problem = rco.AllocationProblem(costs, [8, 6], sense="<=")
+    values = torch.randn(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    noisy = (values + torch.randn(4, 3, 2, dtype=torch.float64)).numpy()
+    solved = process.solve_choices(noisy, problem).choices.copy()
+
+    class Cut:
+        choices = solved.copy()
+
+    Cut.choices[1] = -1
+    monkeypatch.setattr(process, "solve_choices", lambda *_: Cut)
+    found = process.sampled_choices(noisy, values, problem)
+    assert (found[[0, 2, 3]] == solved[[0, 2, 3]]).all()
+    assert (found[1] == process.knapsack(values, problem)).all()

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core.knapsack import solve_choices
 from rco.core.problem import AllocationProblem
-from rco.core.process import knapsack
+from rco.core.process import sampled_choices
 from rco.core.protocols import Objective
 from rco.core.relaxation import gumbel_noise
 
@@ -100,11 +99,7 @@ def draw_feasible(
     shape = (problem.num_groups, problem.num_options)
     noise = [gumbel_noise(shape, seed=seed, step=step, sample=j) for j in range(samples)]
     values = (log_p + torch.stack(noise) + problem.log_allowed).numpy()
-    choices = solve_choices(values, problem).choices
-    missed = (choices < 0).any(axis=1)  # joint budgets may exhaust the solver's time
-    if missed.any():
-        choices[missed] = knapsack(log_p, problem)
-    return choices, values
+    return sampled_choices(values, log_p, problem), values
 
 
 class Ladder:

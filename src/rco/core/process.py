@@ -18,14 +18,22 @@ import torch
 from torch import Tensor
 
 from rco.core.evaluation import Evaluator, OutOfAllowance
-from rco.core.knapsack import Solution, solve_mckp
+from rco.core.knapsack import Solution, solve_choices, solve_mckp
 from rco.core.problem import AllocationProblem, InfeasibleBudgetError
 from rco.core.protocols import Objective
 from rco.core.refine import Candidates, uniform_allocation
 from rco.core.relaxation import batch_order
 from rco.core.result import SearchResult, StepRecord
 
-__all__ = ["BudgetedSearch", "OnIncumbent", "Process", "checked_table", "knapsack", "some_batches"]
+__all__ = [
+    "BudgetedSearch",
+    "OnIncumbent",
+    "Process",
+    "checked_table",
+    "knapsack",
+    "sampled_choices",
+    "some_batches",
+]
 
 _STATE_VERSION = 2
 _OPEN_END = 10**9
@@ -59,6 +67,19 @@ def knapsack(values: np.ndarray | Tensor, problem: AllocationProblem) -> np.ndar
             "raise them, or allow cheaper options."
         )
     return solution.allocation
+
+
+def sampled_choices(values: np.ndarray, centre: Tensor, problem: AllocationProblem) -> np.ndarray:
+    """Choices (S, N) of the exact knapsacks of perturbed values (S, N, K).
+
+    With joint budgets the solver's time may run out before it has any; such a sample is the knapsack of the
+    unperturbed ``centre``.
+    """
+    choices = solve_choices(values, problem).choices
+    missed = (choices < 0).any(axis=1)
+    if missed.any():
+        choices[missed] = knapsack(centre, problem)
+    return choices
 
 
 def some_batches(evaluator: Evaluator, count: int | None, seed: int, first: int = 0) -> list[int]:

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from rco.core.evaluation import Evaluator
-from rco.core.knapsack import solve_choices
 from rco.core.problem import AllocationProblem
-from rco.core.process import BudgetedSearch, Process, knapsack
+from rco.core.process import BudgetedSearch, Process, knapsack, sampled_choices
 from rco.core.refine import Candidates, SampleTracker, refine, spend
 from rco.core.relaxation import batch_order, expected_cost, gumbel_noise, straight_through, temperature
 from rco.core.result import SearchResult, StepRecord
@@ -236,7 +235,7 @@ class GumbelProcess(Process):
             ]
         )
         values = (logits.detach() + noise + self.problem.log_allowed).numpy()
-        choices = torch.from_numpy(solve_choices(values, self.problem).choices)
+        choices = torch.from_numpy(sampled_choices(values, logits.detach(), self.problem))
 
         gates = [
             straight_through((logits + noise[j] + self.problem.log_allowed) / self.tau, choices[j])
