@@ -93,6 +93,26 @@ def experts():
     return lines
 
 
+def pruning():
+    found = [load(f"expert_pruning_{model}") for model in ("tiny_moe", "lab_moe")]
+    methods = ("rco", "rco@0.1", "evoesap", "frequency-global", "reap", "reap-global")
+    lines = [
+        "**Expert pruning**: KL to the full model on seven domains, mean ± standard deviation over seeds, equal",
+        "tokens per search (`@0.1`: a tenth; [docs/expert_pruning.md](docs/expert_pruning.md)).",
+        "",
+        "| model, pruned | " + " | ".join(methods) + " |",
+        "|---|" + "---|" * len(methods),
+    ]
+    for data in found:
+        if data is None:
+            return []
+        for fraction, table in data["tables"].items():
+            rows = {row["method"]: row for row in table["rows"]}
+            cells = [f"{rows[m]['kl']:.4f} ± {rows[m]['kl_std']:.4f}" for m in methods]
+            lines.append(f"| {data['model']}, {100 * float(fraction):.0f} % | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
 def solver():
     data = load("solver")
     if data is None:
@@ -174,7 +194,7 @@ def main():
     path = ROOT / "README.md"
     text = path.read_text(encoding="utf-8")
     body = "\n".join(
-        [*quality(), *smollm(), *experts(), *solver(), *knapsack_study(), *memory(), *ablations()]
+        [*quality(), *smollm(), *pruning(), *experts(), *solver(), *knapsack_study(), *memory(), *ablations()]
     )
     filled = re.sub(
         r"<!-- measured: begin -->.*?<!-- measured: end -->",
