@@ -31,6 +31,7 @@ __all__ = [
     "read_json",
     "sha256_of",
     "write_json_atomic",
+    "write_text_atomic",
 ]
 
 logger = logging.getLogger(__name__)
@@ -92,11 +93,15 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_json_atomic(path: Path, value: Any) -> None:
-    """Write one JSON document, whole or not at all."""
-    text = json.dumps(value, indent=2, default=_encode) + "\n"
+def write_text_atomic(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """Write one JSON document, whole or not at all."""
+    write_text_atomic(path, json.dumps(value, indent=2, default=_encode) + "\n")
 
 
 def read_json(path: Path) -> Any:

@@ -123,7 +123,6 @@ class QuantizationBackend(Backend):
         self.memory: Residency = memory if loaded.device.type == "cuda" else "resident"
         self.store: CandidateStore | None = None
         self._packed: Mapping[str, Mapping[str, PackedWeight]] | None = None
-        self._prior: Tensor | None = None
         self.curvature: Tensor | None = None
         self.keep_references = False  # for those who open the objective more than once on the same text
         self._references: dict[str, Reference] = {}
@@ -232,7 +231,7 @@ class QuantizationBackend(Backend):
             raise ValueError("The other plan has other widths or another grid: its candidates are not these.")
         self.packed()  # loaded once, for both
         other = copy.copy(self)
-        other.plan, other._costs, other._prior, other.curvature = plan, {}, None, None
+        other.plan, other._costs, other.curvature = plan, {}, None
         return other
 
     def packed(self) -> Mapping[str, Mapping[str, PackedWeight]]:
@@ -301,7 +300,7 @@ class QuantizationBackend(Backend):
                 for column, width in enumerate(self.plan.widths):
                     if width != LEAVE_ALONE:
                         rounded = packed[member.name][option_label(width)].dequantize(torch.float32)
-                        errors[row, column] += (rounded - weight).double().square().sum().cpu()
+                        errors[row, column] += float((rounded.to(weight.device) - weight).double().square().sum())
             errors[row] /= whole or 1.0
         return errors
 
@@ -446,12 +445,8 @@ class QuantizationBackend(Backend):
         return Head(spec.weight.detach(), spec.bias, spec.softcap, spec.scale)
 
     def prior(self) -> Tensor | None:
-        """Scores from :meth:`measure_prior`, if it was called."""
-        return self._prior
-
-    def set_prior(self, prior: Tensor | None) -> None:
-        """Keep scores for :meth:`prior`."""
-        self._prior = prior
+        """None: scores need text and a budget, see :mod:`rco.backends.sensitivity`."""
+        return None
 
     # ------------------------------------------------------------- allocations
 

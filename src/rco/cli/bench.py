@@ -22,12 +22,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def _write(report: dict[str, object], markdown: str, out: Path | None, name: str, as_json: bool) -> None:
-    from rco.folders import write_json_atomic
+    from rco.folders import make_folder, write_json_atomic, write_text_atomic
 
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         write_json_atomic(out / f"{name}.json", report)
-        (out / f"{name}.md").write_text(markdown + "\n", encoding="utf-8")
+        write_text_atomic(out / f"{name}.md", markdown + "\n")
     typer.echo(json.dumps(report) if as_json else markdown)
 
 
@@ -219,8 +219,7 @@ def _ablations(config: AblationConfig, switches: Switches) -> None:
 
     rco bench ablations --sweep samples --sweep temperature --seeds 5 --workers 2 --resume
     """
-    import sys
-
+    from rco.cli.jobs import interruptible
     from rco.cli.progress import make_progress
     from rco.pipeline.ablations import plan_ablations, run_ablations
     from rco.studies.ablation_report import ablation_markdown
@@ -232,13 +231,8 @@ def _ablations(config: AblationConfig, switches: Switches) -> None:
             f"about {plan.seconds / 60:.0f} minutes on one core of this machine"
         )
         return
-    try:
-        with make_progress(switches.quiet or switches.as_json) as progress:
-            record, written = run_ablations(config, progress)
-    except KeyboardInterrupt:
-        command = " ".join(["rco", *(a for a in sys.argv[1:] if a != "--resume"), "--resume"])
-        sys.stderr.write(f"\nStopped. What is done is kept; continue with:\n  {command}\n")
-        raise typer.Exit(130) from None
+    with interruptible(), make_progress(switches.quiet or switches.as_json) as progress:
+        record, written = run_ablations(config, progress)
     typer.echo(json.dumps(record) if switches.as_json else ablation_markdown(record))
     for path in written:
         typer.echo(f"wrote {path}", err=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -13,6 +14,8 @@ from rco.pipeline.compare_configs import CompareQuantizeConfig
 from rco.pipeline.configs import ComparePruneConfig
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rco.pipeline.compare import Comparison
     from rco.pipeline.compare_quantize import QuantizeComparison
 
@@ -51,32 +54,51 @@ def _prune(config: ComparePruneConfig, switches: Switches) -> None:
     show_comparison(outcome, switches.as_json)
 
 
-def show_comparison(outcome: Comparison, as_json: bool) -> None:
+# Heading, and how a cell is written.
+Column = tuple[str, Callable[[dict[str, Any]], str]]
+
+_METHOD: list[Column] = [("method", lambda row: row["method"])]
+_QUALITY: list[Column] = [
+    ("KL to the full model", lambda row: f"{row['kl']:.4f} ± {row['kl_std']:.4f}"),
+    ("perplexity", lambda row: f"{row['perplexity']:.3f} ± {row['perplexity_std']:.3f}"),
+]
+_WORK: list[Column] = [
+    ("tokens", lambda row: f"{row['tokens']:,.0f}"),
+    ("seconds", lambda row: f"{row['seconds']:.0f}"),
+    ("seeds", lambda row: str(row["seeds"])),
+]
+_BUDGET: list[Column] = [("budget", lambda row: row["budget"])]
+_BITS: list[Column] = [("bits", lambda row: f"{row['bits']:.4f}")]
+
+
+def _show(
+    rows: list[dict[str, Any]], words: list[Column], numbers: list[Column], folder: Path, plots: list[Path]
+) -> None:
     """The table on stdout, and where the files are."""
     from rich.console import Console
     from rich.table import Table
 
+    table = Table()
+    for name, _ in words:
+        table.add_column(name)
+    for name, _ in numbers:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(text(row) for _, text in (*words, *numbers)))
+    Console().print(table)
+    typer.echo(f"tables      {folder}/comparison.md, .csv, .json")
+    for path in plots:
+        typer.echo(f"plot        {path}")
+
+
+def show_comparison(outcome: Comparison, as_json: bool) -> None:
+    """Methods on one pruning problem."""
     if as_json:
         files = {"folder": str(outcome.folder), "plot": str(outcome.plot) if outcome.plot else None}
         typer.echo(json.dumps({**files, "rows": outcome.rows}))
         return
-    table = Table()
-    table.add_column("method")
-    for name in ("KL to the full model", "perplexity", "tokens", "seconds", "seeds"):
-        table.add_column(name, justify="right")
-    for row in outcome.rows:
-        table.add_row(
-            row["method"],
-            f"{row['kl']:.4f} ± {row['kl_std']:.4f}",
-            f"{row['perplexity']:.3f} ± {row['perplexity_std']:.3f}",
-            f"{row['tokens']:,.0f}",
-            f"{row['seconds']:.0f}",
-            str(row["seeds"]),
-        )
-    Console().print(table)
-    typer.echo(f"tables      {outcome.folder}/comparison.md, .csv, .json")
-    if outcome.plot:
-        typer.echo(f"plot        {outcome.plot}")
+    plots = [outcome.plot] if outcome.plot else []
+    _show(outcome.rows, _METHOD, [*_QUALITY, *_WORK], outcome.folder, plots)
 
 
 def _quantize(config: CompareQuantizeConfig, switches: Switches) -> None:
@@ -102,34 +124,13 @@ def _quantize(config: CompareQuantizeConfig, switches: Switches) -> None:
 
 
 def show_widths(outcome: QuantizeComparison, as_json: bool) -> None:
-    """The table on stdout, and where the files are."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """Methods at several budgets of bits."""
     if as_json:
         files = {"folder": str(outcome.folder), "plots": [str(path) for path in outcome.plots]}
         typer.echo(json.dumps({**files, "rows": outcome.rows, "failed": outcome.failed}))
         return
-    table = Table()
-    for name in ("budget", "method"):
-        table.add_column(name)
-    for name in ("KL to the full model", "perplexity", "bits", "tokens", "seconds", "seeds"):
-        table.add_column(name, justify="right")
-    for row in outcome.rows:
-        table.add_row(
-            row["budget"],
-            row["method"],
-            f"{row['kl']:.4f} ± {row['kl_std']:.4f}",
-            f"{row['perplexity']:.3f} ± {row['perplexity_std']:.3f}",
-            f"{row['bits']:.4f}",
-            f"{row['tokens']:,.0f}",
-            f"{row['seconds']:.0f}",
-            str(row["seeds"]),
-        )
-    Console().print(table)
-    typer.echo(f"tables      {outcome.folder}/comparison.md, .csv, .json")
-    for path in outcome.plots:
-        typer.echo(f"plot        {path}")
+    words, numbers = [*_BUDGET, *_METHOD], [*_QUALITY, *_BITS, *_WORK]
+    _show(outcome.rows, words, numbers, outcome.folder, outcome.plots)
 
 
 app.command("quantize")(command_from_config(CompareQuantizeConfig, _quantize))

@@ -30,6 +30,7 @@ from rco.core.result import SearchResult, StepRecord
 from rco.core.walker import ManifoldWalker, Walker
 
 __all__ = [
+    "MOST_CANDIDATES",
     "RCO",
     "CallableObjective",
     "GumbelSearch",
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 _OWN_CANDIDATES = 4  # most that the loop proposes
+MOST_CANDIDATES = _OWN_CANDIDATES + 2  # compared at the end: with the prior's knapsack and the uniform one
 # Shares of an allowance that are left for the choice among candidates, and for the exchanges after it.
 _CHOICE, _REFINE = 0.15, 0.2
 _SHORT = 400  # evaluations below which nothing is left for exchanges

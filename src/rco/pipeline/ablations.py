@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,11 +26,12 @@ from rco.core.knapsack import solve_mckp
 from rco.core.problem import AllocationProblem
 from rco.core.refine import layer_order, spend, uniform_allocation
 from rco.core.result import SearchResult
-from rco.core.search import RCO
+from rco.core.search import MOST_CANDIDATES, RCO
 from rco.data.calibration import build_splits
-from rco.folders import atomic_path, make_folder, read_json, write_json_atomic
+from rco.folders import atomic_path, make_folder
 from rco.pipeline.configs import AblationConfig, QuantizeConfig
 from rco.pipeline.estimate import forward_seconds
+from rco.pipeline.jobs import run_jobs
 from rco.pipeline.judge import Judge
 from rco.pipeline.progress import Progress, Silent
 from rco.pipeline.quantize import plan_groups, plan_quantization
@@ -48,7 +47,6 @@ _QUICK: dict[str, Any] = {
     "seeds": 1, "steps": 8, "samples": 4, "refine": 4, "sequences": 16, "sensitivity": 4, "selection": 4,
     "evaluation": 4, "length": 64,
 }  # fmt: skip
-_CANDIDATES = 7  # most that a search compares at its end
 
 
 @dataclass(frozen=True)
@@ -121,53 +119,28 @@ def run_ablations(
     config = plan.config
     open_run = RunDirectory.resume if config.resume else RunDirectory.create
     with open_run(config.out, config.identity()) as folder:
-        parts = make_folder(folder.folder / "parts")
         config = dataclasses.replace(config, store=config.store or folder.folder / "candidates")
         torch.set_num_threads(config.threads * config.workers)
         bench = _Bench(config, folder.folder, progress)
         bench.measure_sensitivities(sorted({run.seed for run in plan.runs}), progress)
-        missing = [run for run in plan.runs if not (parts / f"{run.name}.json").exists()]
-        count = progress.stage("runs")
-        finished = len(plan.runs) - len(missing)
-        count(finished, len(plan.runs))
-        for run, measured in _each(config, folder.folder, bench, missing):
-            write_json_atomic(parts / f"{run.name}.json", measured)
-            finished += 1
-            count(finished, len(plan.runs))
-        runs = [read_json(parts / f"{run.name}.json") for run in plan.runs]
-        record = _record(plan, bench, runs)
+        results, failed = run_jobs(
+            plan.runs,
+            folder.folder / "parts",
+            (lambda _: bench) if config.workers == 1 else _make_bench,
+            (config, folder.folder),
+            workers=config.workers,
+            threads=config.threads,
+            on_done=progress.stage("runs"),
+        )
+        for name, reason in failed.items():
+            raise ValueError(f"{name} failed: {reason}")
+        record = _record(plan, bench, [results[run.name] for run in plan.runs])
         return record, write_ablations(folder.folder, record, _formats(progress))
 
 
-def _each(
-    config: AblationConfig, folder: Path, bench: _Bench, runs: Sequence[AblationRun]
-) -> Iterator[tuple[AblationRun, dict[str, Any]]]:
-    """Runs and what they measured, as they finish: here, or in processes of their own."""
-    if config.workers == 1:
-        for run in runs:
-            yield run, bench.run(run)
-        return
-    context = get_context("spawn")  # forking after torch has started threads is not safe
-    with ProcessPoolExecutor(config.workers, context, _start_worker, (config, folder)) as pool:
-        futures = {pool.submit(_run_in_worker, run): run for run in runs}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        finally:
-            for future in futures:
-                future.cancel()
-
-
-_worker: dict[str, _Bench] = {}
-
-
-def _start_worker(config: AblationConfig, folder: Path) -> None:
-    torch.set_num_threads(config.threads)
-    _worker["bench"] = _Bench(config, folder, Silent())
-
-
-def _run_in_worker(run: AblationRun) -> dict[str, Any]:
-    return _worker["bench"].run(run)
+def _make_bench(argument: tuple[AblationConfig, Path]) -> _Bench:
+    """What a process of its own works with."""
+    return _Bench(*argument, Silent())
 
 
 class _Bench:
@@ -224,7 +197,7 @@ class _Bench:
 
     # ------------------------------------------------------------------- runs
 
-    def run(self, run: AblationRun) -> dict[str, Any]:
+    def do(self, run: AblationRun) -> dict[str, Any]:
         """Search, and measure what was found on the evaluation text."""
         loop, config = run.loop, self.config
         backend = self._grouped if loop.grouped else self.backend
@@ -360,7 +333,7 @@ def _passes(config: AblationConfig, run: AblationRun) -> int:
     loop = 3 * run.loop.steps * run.loop.samples
     if run.kind == "printed":
         return loop + 2 * config.evaluation
-    return loop + config.selection * (_CANDIDATES + config.refine) + config.evaluation
+    return loop + config.selection * (MOST_CANDIDATES + config.refine) + config.evaluation
 
 
 def _formats(progress: Progress) -> Sequence[str]:

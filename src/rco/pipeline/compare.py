@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rco.core.result import SearchResult
-from rco.folders import atomic_path, read_json
+from rco.folders import atomic_path, read_json, write_json_atomic, write_text_atomic
 from rco.pipeline.progress import Progress
-from rco.runs import RunDirectory, environment, write_json_atomic
+from rco.runs import RunDirectory, environment
 
 __all__ = ["Comparison", "Contest", "measured", "parse_methods", "run_comparison", "seeds_of", "summary"]
 
@@ -107,8 +107,8 @@ def run_comparison(
         summary(label, [e for e in entries if e["label"] == label and e["seed"] in seeds]) for label in labels
     ]
     rows.sort(key=lambda row: row["kl"])
-    _write(run.folder / "comparison.md", markdown(rows, title))
-    _write(run.folder / "comparison.csv", as_csv(rows))
+    write_text_atomic(run.folder / "comparison.md", markdown(rows, title))
+    write_text_atomic(run.folder / "comparison.csv", as_csv(rows))
     plot = _plot(rows, run.folder / "comparison.svg", title, progress)
     return Comparison(rows, entries, run.folder, plot)
 
@@ -156,11 +156,6 @@ def _write_entries(path: Path, contest: Contest, entries: Sequence[dict[str, Any
     write_json_atomic(
         path, {"tokens": contest.tokens, "environment": environment(), "entries": list(entries)}
     )
-
-
-def _write(path: Path, text: str) -> None:
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
 
 
 def markdown(rows: Sequence[dict[str, Any]], title: str) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from rco import tables
 from rco.backends.expert_pruning import SCORES, ExpertPruningBackend, score_table
 from rco.core.result import SearchResult
-from rco.core.search import GumbelSearch
+from rco.core.search import MOST_CANDIDATES, GumbelSearch
 from rco.data.calibration import CalibrationSet, DataSplits
 from rco.pipeline.common import build_data, make_searcher, open_run, run_folder, search_settings
 from rco.pipeline.compare import Comparison, parse_methods, run_comparison, seeds_of
@@ -26,7 +26,6 @@ __all__ = ["PruneContest", "compare_pruning", "default_tokens", "resolve_method"
 # Shares of an allowance for the sensitivities that a gradient search starts from: a long one, and a short one.
 _SENSITIVITY, _SENSITIVITY_SHORT = 0.2, 0.6
 _SHORT = 400  # evaluations below which nothing is left for steps where sensitivities are known
-_CANDIDATES = 6  # that RCO compares at its end
 _START_CANDIDATES = 2  # that it has before its first step: the prior's knapsack and the uniform assignment
 # From all experts down is the direction that pruning goes; up from too few for the router is none.
 _ALIASES = {"greedy": "greedy-down"}
@@ -72,7 +71,7 @@ def resolve_method(name: str) -> Entrant:
 
 def default_tokens(config: ComparePruneConfig) -> int:
     """What RCO forwards with the given settings, a backward counted as two."""
-    evaluations = 3 * config.steps * config.samples + config.selection * (_CANDIDATES + config.refine)
+    evaluations = 3 * config.steps * config.samples + config.selection * (MOST_CANDIDATES + config.refine)
     if config.prior == "fisher":
         evaluations += 3 * config.sensitivity
     return evaluations * config.batch_size * config.length

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import time
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from rco.backends.base import Budget
 from rco.backends.sensitivity import curvature, fisher_differences, logits_from_losses, predicted_losses
 from rco.core.problem import AllocationProblem
 from rco.core.result import SearchResult, StepRecord
+from rco.core.search import MOST_CANDIDATES
 from rco.folders import atomic_path
 from rco.pipeline.common import build_data, open_run, slug
 from rco.pipeline.compare import parse_methods, seeds_of
@@ -50,7 +50,6 @@ __all__ = [
 # Most of an allowance that goes into the gradients behind the prior.
 _PRIOR_SHARE = 0.25
 _SWEEP_SHARE = 0.25  # of the allowance, for each budget of a sweep
-_CANDIDATES = 6  # that RCO compares at its end
 # IMPQ's two widths, as in its paper, where the budget lies between them.
 _IMPQ_WIDTHS = (2, 4)
 
@@ -98,7 +97,7 @@ class QuantizeComparison:
 def default_tokens(config: CompareQuantizeConfig) -> int:
     """What RCO forwards with the given settings, a backward counted as two."""
     gradients = config.sensitivity + config.steps * config.samples * config.batch_size
-    forwards = config.selection * (_CANDIDATES + config.refine)
+    forwards = config.selection * (MOST_CANDIDATES + config.refine)
     return (3 * gradients + forwards) * config.length
 
 
@@ -156,19 +155,14 @@ class QuantizeContest:
         result, prepared = self._search(job, problem, curve if job.curve else None, before)
         spent = result.forwards + 2 * result.backwards
         row = self.judge.row(job.label, result.allocation, problem)
-        parameters = sum(group.parameters for group in self.backend.plan.groups)
-        widths = self.backend.choice_of(result.allocation)
-        total = sum(widths[info.name] * info.parameters for info in self.backend.plan.linears)
-        keys = ("kl", "kl_error", "perplexity", "perplexity_error", "by_domain")
+        keys = ("kl", "kl_error", "perplexity", "perplexity_error", "by_domain", "bits", "within_budget")
         entry = {
             "budget": job.budget,
             "label": job.label,
             "method": result.method,
             "seed": job.seed,
             **{key: row[key] for key in keys},
-            "bits": total / parameters,
-            "bits_exact": str(Fraction(total, parameters)),
-            "within_budget": problem.is_feasible(result.allocation),
+            "bits_exact": str(self.backend.average_width(result.allocation)),
             "forward_tokens": (result.forwards + prepared.batches) * self.tokens_per_batch,
             "backward_tokens": (result.backwards + prepared.batches) * self.tokens_per_batch,
             "tokens": (spent + 3 * prepared.batches) * self.tokens_per_batch,

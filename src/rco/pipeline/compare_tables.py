@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rco.folders import atomic_path, write_json_atomic
+from rco.folders import write_json_atomic, write_text_atomic
 from rco.pipeline.compare_figures import draw_comparison
 from rco.pipeline.evaluate import headline
 from rco.pipeline.progress import Progress
@@ -28,8 +28,7 @@ def write_comparison(
         {**about, "environment": environment(), "rows": rows, "entries": list(entries)},
     )
     for name, text in (("comparison.md", markdown(rows, about)), ("comparison.csv", as_csv(rows))):
-        with atomic_path(folder / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_text_atomic(folder / name, text)
     try:
         plots = draw_comparison(folder, rows, entries, about)
     except ImportError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import rco
-from rco.folders import atomic_path, make_folder
+from rco.folders import make_folder, write_text_atomic
 from rco.report.certificate import checkpoint_bytes
 from rco.report.data import Evaluated, ReportError, RunData, evaluations, read_run, section
 from rco.report.figures import quality_against_bits
@@ -36,8 +36,7 @@ def build_report(runs: Sequence[RunDirectory], out: Path | str) -> Path:
     out = Path(out)
     page = render_report([read_run(run) for run in runs])
     make_folder(out.absolute().parent)
-    with atomic_path(out) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+    write_text_atomic(out, page)
     return out
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rco.folders import atomic_path, make_folder
+from rco.folders import make_folder, write_text_atomic
 from rco.studies.ablation_figures import draw_ablations
 from rco.studies.ablation_sweeps import Loop, Sweep
 
@@ -129,8 +129,7 @@ def write_ablations(
         folder / f"{name}.md": ablation_markdown(record, drawn),
     }
     for path, text in documents.items():
-        with atomic_path(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_text_atomic(path, text)
     return [*documents, *drawn]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rco.folders import atomic_path, make_folder
+from rco.folders import make_folder, write_text_atomic
 from rco.studies.knapsack_figures import draw_figures
 from rco.studies.knapsack_methods import METHODS
 from rco.studies.knapsack_paper import compare_with_paper
@@ -32,8 +32,7 @@ def write_study(
         folder / f"{name}.md": study_markdown(study, multi_budget, retraction, drawn),
     }
     for path, text in documents.items():
-        with atomic_path(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_text_atomic(path, text)
     return [*documents, *drawn]
 
 
