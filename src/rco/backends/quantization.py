@@ -300,7 +300,9 @@ class QuantizationBackend(Backend):
                 for column, width in enumerate(self.plan.widths):
                     if width != LEAVE_ALONE:
                         rounded = packed[member.name][option_label(width)].dequantize(torch.float32)
-                        errors[row, column] += float((rounded.to(weight.device) - weight).double().square().sum())
+                        errors[row, column] += float(
+                            (rounded.to(weight.device) - weight).double().square().sum()
+                        )
             errors[row] /= whole or 1.0
         return errors
 
