@@ -105,8 +105,7 @@ class Settings:
             format="none",
             store=Path(self.work) / f"{Path(model).name}-{seed}",
             device=self.device,
-            # One arithmetic type on every device, so that their numbers compare.
-            dtype="auto",
+            compute="float32",  # on every device, so that their numbers compare
             **described,
         )
 

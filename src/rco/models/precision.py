@@ -12,12 +12,29 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-__all__ = ["computing_in", "default_compute_dtype"]
+__all__ = ["compute_dtype", "computing_in", "default_compute_dtype"]
 
 
 def default_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """float32 on a CPU, the checkpoint's own type elsewhere."""
     return torch.float32 if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def compute_dtype(name: str, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The type of that name; the default for ``auto``.
+
+    Raises:
+        ValueError: It is narrower than the checkpoint's.
+    """
+    if name == "auto":
+        return default_compute_dtype(device, dtype)
+    found: torch.dtype = getattr(torch, name)
+    if torch.finfo(found).bits < torch.finfo(dtype).bits:
+        raise ValueError(
+            f"The checkpoint is {str(dtype).removeprefix('torch.')}, and computing in {name} would change its "
+            f"weights: load it as {name} (--dtype {name}), or leave --compute out."
+        )
+    return found
 
 
 @contextmanager

@@ -318,6 +318,7 @@ def _quantize_config(config: AblationConfig) -> QuantizeConfig:
         evaluation=config.evaluation,
         length=config.length,
         device=config.device,
+        compute=config.compute,
     )
 
 

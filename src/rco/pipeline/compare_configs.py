@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rco.pipeline.configs import QuantizeConfig
 from rco.settings import setting
@@ -48,11 +48,6 @@ class CompareQuantizeConfig(QuantizeConfig):
     limit: int | None = setting(None, help="Items per task.", panel="Comparison")
     workers: int = setting(1, help="Processes that run searches at the same time.", panel="Machine")
     threads: int = setting(1, help="Threads of each process.", panel="Machine")
-    compute: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto",
-        help="Type of the arithmetic; auto: float32 on a CPU, the checkpoint's elsewhere.",
-        panel="Machine",
-    )
 
     def budget_list(self) -> list[str]:
         """The budgets, as they were written."""

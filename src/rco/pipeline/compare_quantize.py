@@ -118,8 +118,6 @@ class QuantizeContest:
         for each in budgets[1:]:
             self.backend.problem(budget_of(each))  # one out of reach is said now
         self.backend.keep_references = True
-        if config.compute != "auto":
-            self.backend.compute_dtype = getattr(torch, config.compute)
         self.data = build_data(config, self.planned.loaded.tokenizer)
         self.tokens_per_batch = config.batch_size * config.length
         self._judge: Judge | None = None

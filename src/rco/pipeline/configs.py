@@ -23,6 +23,8 @@ __all__ = [
 ]
 
 Prior = Literal["fisher", "output-error", "uniform"]
+Compute = Literal["auto", "float32", "bfloat16"]
+_COMPUTE_HELP = "Type of the arithmetic; auto: float32 on a CPU, the checkpoint's elsewhere."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class CompressConfig:
 
     device: str | None = setting("cpu", help="cpu, cuda or mps.", panel="Machine")
     dtype: str = setting("auto", help="Type of the checkpoint: auto, bfloat16, float32.", panel="Machine")
+    compute: Compute = setting("auto", help=_COMPUTE_HELP, panel="Machine")
     batch_size: int = setting(1, help="Sequences per forward pass of the search.", panel="Machine")
     checkpointing: bool = setting(False, help="Save memory, recompute activations.", panel="Machine")
     device_map: Literal["none", "auto", "balanced", "sequential"] = setting(
@@ -345,6 +348,7 @@ class AblationConfig:
 
     out: Path = setting(Path("runs/ablations"), help="Folder for runs, tables and plots.", panel="Machine")
     device: str | None = setting("cpu", help="cpu, cuda or mps.", panel="Machine")
+    compute: Compute = setting("auto", help=_COMPUTE_HELP, panel="Machine")
     workers: int = setting(1, help="Processes; each loads the model.", panel="Machine")
     threads: int = setting(1, help="Threads of each process.", panel="Machine")
     resume: bool = setting(

@@ -14,7 +14,7 @@ from rco.backends.quantization import Residency
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe_linears import ExpertLinear
-from rco.models.precision import default_compute_dtype
+from rco.models.precision import compute_dtype
 
 __all__ = ["Estimate", "choose_residency", "estimate", "forward_seconds"]
 
@@ -88,7 +88,7 @@ def choose_residency(
     Raises:
         ValueError: Neither way fits the GPU.
     """
-    dtype = default_compute_dtype(loaded.device, loaded.dtype)
+    dtype = compute_dtype(config.compute, loaded.device, loaded.dtype)
 
     def needed(offload: bool) -> SearchMemory:
         return search_memory(
@@ -131,7 +131,7 @@ def estimate(
     """Memory as counted, time from the multiplications of each stage and this machine's measured rate."""
     packed = plan.packed_widths
     head = loaded.layout.head(loaded.model).weight
-    width = default_compute_dtype(loaded.device, loaded.dtype).itemsize
+    width = compute_dtype(config.compute, loaded.device, loaded.dtype).itemsize
     sequences = config.sequences + config.selection
     forward = _forward_operations(loaded, plan, config.length)
     passes = (

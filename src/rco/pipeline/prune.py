@@ -21,6 +21,7 @@ from rco.core.result import SearchResult
 from rco.data.calibration import CalibrationSet, DataSplits
 from rco.distributed import Ranks, join
 from rco.models.moe_prune import keep_plan
+from rco.models.precision import compute_dtype
 from rco.pipeline.checkpoints import export_pruning
 from rco.pipeline.common import (
     Outcome,
@@ -103,6 +104,7 @@ def plan_pruning(
         top_k=config.top_k or None,
         batch_size=config.batch_size,
         checkpointing=config.checkpointing,
+        compute_dtype=compute_dtype(config.compute, loaded.device, loaded.dtype),
         on_progress=progress.stage("scores") if progress else None,
     )
     problem = backend.problem(budget)

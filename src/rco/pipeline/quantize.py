@@ -39,6 +39,7 @@ from rco.export.compressed_tensors import check_exportable
 from rco.folders import atomic_path
 from rco.models.loading import LoadedModel
 from rco.models.moe_linears import model_linears, sparse_layers
+from rco.models.precision import compute_dtype
 from rco.pipeline.checkpoints import check_format, export_quantized
 from rco.pipeline.common import (
     Outcome,
@@ -99,6 +100,7 @@ def plan_quantization(
         top_k=config.top_k or None,
         batch_size=config.batch_size,
         checkpointing=config.checkpointing,
+        compute_dtype=compute_dtype(config.compute, loaded.device, loaded.dtype),
         overwrite_store=config.overwrite_store,
         memory=residency,
         on_progress=(progress or Silent()).stage("candidates") if progress else None,
