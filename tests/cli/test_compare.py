@@ -179,3 +179,26 @@ def test_labels_say_who_has_the_prior():
     assert (printed.samples, printed.choose, printed.refine, printed.curvature) == (3, False, 0, False)
     free = Entrant.parse("evopress").make(None, None, 1, rco)
     assert free == tables.load(tables.METHODS, "evopress", "method")(seed=1)
+
+
+def test_a_comparison_without_any_result_names_the_searches_and_why(capsys, tmp_path, model_folder, texts):
+    few = [a for a in SMALL if not a.startswith("--allowance")] + [f"--allowance=tokens={LENGTH}"]
+    arguments = [
+        "compare",
+        "quantize",
+        model_folder,
+        "--bits=2.5",
+        "--data",
+        texts,
+        "--out",
+        tmp_path / "run",
+        *few,
+    ]
+    code, _, told = run(
+        capsys, *arguments, "--seeds=1", "--methods=rco,evopress", "--method=rtn", "--clip=minmax"
+    )
+    assert code == 1
+    assert "No search succeeded" in told
+    assert "rco" in told
+    assert "evopress" in told
+    assert "raise it to at least" in told

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,8 @@ def compare_quantization(
         )
         for name, reason in failed.items():
             progress.message(f"{name} failed: {reason}")
+        if not results:
+            raise ValueError(_nothing_to_compare(failed))
         full = contest.judge.row("full model", None, contest.planned.problem)
         if config.tasks:
             full["tasks"] = measure_tasks(contest.planned.loaded, config.tasks, config.limit, config.seed)
@@ -337,3 +340,12 @@ def compare_quantization(
         }
         rows, plots = write_comparison(run.folder, about, entries, progress)
         return QuantizeComparison(rows, entries, failed, run.folder, plots)
+
+
+def _nothing_to_compare(failed: Mapping[str, str]) -> str:
+    """Every job that failed under its reason; many fail for the same."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in failed.items():
+        by_reason.setdefault(reason, []).append(name)
+    reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
+    return f"No search succeeded, so there is nothing to compare. {reasons}"

@@ -7,6 +7,7 @@ and asks it for one job after the other.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -53,7 +54,8 @@ def run_jobs(
     """Results by name, and why jobs failed by name.
 
     What ``folder`` holds is not done again. A job that fails with a ValueError (say, an allowance too small for a
-    method) does not stop the others and is tried again next time; any other error stops everything.
+    method) does not stop the others and is tried again next time; any other error, or an interruption, stops
+    everything at once and leaves the jobs that are done.
 
     Args:
         jobs: In the order in which they are begun.
@@ -104,9 +106,18 @@ def run_jobs(
             for future in as_completed(futures):
                 finish(futures[future], future.result)
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            _stop(pool)
             raise
     return results, failed
+
+
+def _stop(pool: ProcessPoolExecutor) -> None:
+    """End a pool with what its processes are doing; a shutdown would wait for the jobs that are running."""
+    # As terminate_workers() of Python 3.14; a shutdown forgets its processes.
+    processes = list((pool._processes or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.terminate()
 
 
 _worker: Worker | None = None
@@ -114,6 +125,8 @@ _worker: Worker | None = None
 
 def _start(make_worker: Callable[[Any], Worker], argument: Any, threads: int) -> None:
     global _worker
+    # A terminal interrupts every process; the one that waits for the others ends them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(threads)
     import torch

@@ -1,0 +1,56 @@
+"""Jobs in several processes: what ends them, and what is kept."""
+
+import multiprocessing
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from rco.folders import read_json
+from rco.pipeline.jobs import run_jobs
+
+
+@dataclass(frozen=True)
+class Nap:
+    name: str
+    seconds: float
+
+
+class Sleeper:
+    """Sleeps for as long as a job says; ``argument`` is the shortest nap that it refuses."""
+
+    def __init__(self, argument):
+        self.refused = argument
+
+    def do(self, job):
+        if job.seconds >= self.refused:
+            raise ValueError(f"{job.seconds} seconds are too long")
+        time.sleep(job.seconds)
+        return {"slept": job.seconds}
+
+
+def test_an_interruption_ends_running_jobs_and_keeps_finished_ones(tmp_path):
+    jobs = [Nap("short", 0.0), *(Nap(f"long{i}", 300.0) for i in range(4))]
+    interrupted = []
+
+    def on_done(done, total):
+        if done:
+            interrupted.append(time.perf_counter())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs(jobs, tmp_path, Sleeper, 1000.0, workers=2, on_done=on_done)
+    for process in multiprocessing.active_children():
+        process.join(5)
+        assert not process.is_alive()
+    assert time.perf_counter() - interrupted[0] < 5
+    assert [path.name for path in tmp_path.iterdir()] == ["short.json"]
+    assert read_json(tmp_path / "short.json") == {"slept": 0.0}
+
+
+def test_refused_jobs_are_reported_and_tried_again(tmp_path):
+    jobs = [Nap("a", 0.0), Nap("b", 2.0)]
+    results, failed = run_jobs(jobs, tmp_path, Sleeper, 1.0)
+    assert (results, failed) == ({"a": {"slept": 0.0}}, {"b": "2.0 seconds are too long"})
+    jobs = [Nap("a", 5.0), Nap("b", 0.0)]  # the first is not done again
+    assert run_jobs(jobs, tmp_path, Sleeper, 1.0) == ({"a": {"slept": 0.0}, "b": {"slept": 0.0}}, {})
