@@ -111,7 +111,7 @@ def test_groupings(tmp_path):
     assert len(by_both) == 3 * len(layers)
     names = {info.name for group in groups() for info in group.members}
     assert not any(name.endswith(("mlp.gate", "shared_expert_gate")) for name in names)  # never routers
-    with pytest.raises(ValueError, match="loads experts grouped by layer, not by projection"):
+    with pytest.raises(ValueError, match="loads experts grouped by layer or model, not by projection"):
         groups(serve="vllm", experts="projection")
     with pytest.raises(ValueError, match="each needs a width of its own"):
         groups(experts="layer", allow_prune=True)

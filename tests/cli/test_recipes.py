@@ -58,6 +58,7 @@ def test_dry_run_lists_the_types(capsys, tmp_path):
     [
         (["--format", "compressed-tensors"], "--format llama.cpp"),
         (["--symmetric"], "own grid"),
+        (["--group-size", "64"], "leave out --group-size"),
         (["--widths", "4,7"], "not 7"),
         (["--format", "lama.cpp"], "Did you mean llama.cpp"),
     ],

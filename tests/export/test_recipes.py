@@ -266,6 +266,39 @@ def test_mlx_paths_where_mlx_differs(model_type, name, paths):
     assert mlx_paths(ARCHITECTURES[model_type], name) == tuple(f"model.layers.1.{path}" for path in paths)
 
 
+# Fields that mlx-lm reads where transformers now has others; deepseek_v2 has none without scaled positions.
+_YARN = {
+    "type": "yarn",
+    "factor": 1.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_MLX_FIELDS = {
+    "rope_theta": 1e4, "partial_rotary_factor": 1.0, "n_ctx": 128, "rotary_emb_base": 10000, "rotary_pct": 0.25,
+    "num_experts": 4,
+}  # fmt: skip
+# mlx-lm's "olmo" is not the architecture that transformers calls so.
+_MLX_ARCHITECTURES = sorted(ARCHITECTURES.keys() - {"olmo"})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", _MLX_ARCHITECTURES)
+def test_mlx_has_a_module_for_every_linear(model_type):
+    utils = pytest.importorskip("mlx_lm.utils")
+    changes = {"mlp_only_layers": []} if model_type == "qwen2_moe" else {}  # mlx-lm's has no dense layers
+    model = tiny_model(model_type, **changes)
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    scaling = _YARN if model_type == "deepseek_v2" else config.get("rope_scaling")
+    described = {**_MLX_FIELDS, **config, "rope_scaling": scaling}
+    cls, arguments = utils._get_classes(described)
+    modules = cls(arguments.from_dict(described)).named_modules()
+    quantizable = {path for path, module in modules if hasattr(module, "to_quantized")}
+    layout = ARCHITECTURES[model_type]
+    asked = {path for info in model_linears(layout, model) for path in mlx_paths(layout, info.name)}
+    assert asked <= quantizable
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_mlx_itself_quantizes_by_the_table(llama, rtn, tmp_path):
     nn = pytest.importorskip("mlx.nn")

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from rco.compressors.packing import PackedWeight, packed_words
+from rco.models.moe import stored_names
 
 __all__ = [
     "DENSE",
@@ -75,6 +76,11 @@ class LinearLike(Protocol):
     @property
     def name(self) -> str:
         """Full dotted name."""
+        ...
+
+    @property
+    def stored_name(self) -> str:
+        """Its name in a checkpoint, which may differ from that in the model."""
         ...
 
     @property
@@ -247,17 +253,19 @@ def option_tensors(linear: LinearLike, option: Scheme) -> list[TensorSpec]:
     rows, columns, dtype = linear.out_features, linear.in_features, linear.weight.dtype
     option = option.on(columns)
     if option.dense:
-        return [TensorSpec(f"{linear.name}.weight", dtype, (rows, columns))]
+        return [TensorSpec(f"{linear.stored_name}.weight", dtype, (rows, columns))]
     groups = 1 if option.group_size is None else -(-columns // option.group_size)
     tensors = [
-        TensorSpec(f"{linear.name}.weight_packed", torch.int32, (rows, packed_words(columns, option.bits))),
-        TensorSpec(f"{linear.name}.weight_scale", dtype, (rows, groups)),
+        TensorSpec(
+            f"{linear.stored_name}.weight_packed", torch.int32, (rows, packed_words(columns, option.bits))
+        ),
+        TensorSpec(f"{linear.stored_name}.weight_scale", dtype, (rows, groups)),
     ]
     if not option.symmetric:
         # Zero points are packed along the rows, unlike the codes.
         shape = (packed_words(rows, option.bits), groups)
-        tensors.append(TensorSpec(f"{linear.name}.weight_zero_point", torch.int32, shape))
-    tensors.append(TensorSpec(f"{linear.name}.weight_shape", torch.int64, (2,)))
+        tensors.append(TensorSpec(f"{linear.stored_name}.weight_zero_point", torch.int32, shape))
+    tensors.append(TensorSpec(f"{linear.stored_name}.weight_shape", torch.int64, (2,)))
     return tensors
 
 
@@ -293,15 +301,15 @@ def stored_tensors(model: nn.Module, linears: Iterable[LinearLike] = ()) -> list
     for linear in linears:
         if linear.stored_in != f"{linear.name}.weight":
             parts.setdefault(linear.stored_in, []).append(linear)
-    tensors: list[TensorSpec] = []
+    rename, tensors = stored_names(model), []
     for name, value in distinct_state(model).items():
         if name in parts:
             tensors += [
-                TensorSpec(f"{part.name}.weight", value.dtype, (part.out_features, part.in_features))
+                TensorSpec(f"{part.stored_name}.weight", value.dtype, (part.out_features, part.in_features))
                 for part in parts[name]
             ]
         else:
-            tensors.append(TensorSpec(name, value.dtype, tuple(value.shape)))
+            tensors.append(TensorSpec(rename(name), value.dtype, tuple(value.shape)))
     return tensors
 
 
@@ -322,12 +330,12 @@ def fixed_tensors(
     A tied output layer that is quantized leaves the embedding where it is. ``linears`` is as for
     :func:`stored_tensors`.
     """
-    tensors = stored_tensors(model, linears)
-    known = {spec.name for spec in tensors} | set(model.state_dict(keep_vars=True))
-    unknown = sorted(name for name in quantized if f"{name}.weight" not in known)
+    tensors, rename = stored_tensors(model, linears), stored_names(model)
+    weights = {f"{rename(name)}.weight": name for name in quantized}
+    known = {spec.name for spec in tensors} | {rename(name) for name in model.state_dict(keep_vars=True)}
+    unknown = sorted(name for stored, name in weights.items() if stored not in known)
     if unknown:
         raise ValueError(f"The model has no linears {', '.join(unknown[:4])}; take names from its layout.")
-    weights = {f"{name}.weight" for name in quantized}
     return [spec for spec in tensors if spec.name not in weights]
 
 
@@ -390,7 +398,7 @@ def allocation_tensors(
     """The tensors of a checkpoint in the order they are written: each weight's packed form takes its place."""
     linears = list(linears)
     packed = {
-        linear.name: option_tensors(linear, options[linear.name])
+        linear.stored_name: option_tensors(linear, options[linear.name])
         for linear in linears
         if linear.name in options and not options[linear.name].dense
     }

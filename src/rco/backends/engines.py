@@ -11,9 +11,9 @@ from rco.backends.gguf_types import GGUF_WIDTHS
 
 __all__ = ["ENGINES", "Engine", "ExpertGroups", "find_engine"]
 
-ExpertGroups = Literal["expert", "projection", "layer", "layer-projection"]
+ExpertGroups = Literal["expert", "projection", "layer", "layer-projection", "model"]
 """What shares a width: an expert's three matrices; its gate and up (down by itself); all experts of a layer; one
-projection of all experts of a layer."""
+projection of all experts of a layer; all experts."""
 
 _PACKED = frozenset(range(1, 9))  # what the format can hold
 
@@ -76,7 +76,12 @@ ENGINES: dict[str, Engine] = {
     engine.name: engine
     for engine in (
         Engine("any", "no engine's rules: whatever can be packed"),
-        Engine("transformers", "decompressed at load, any width"),
+        Engine(
+            "transformers",
+            "unpacked at load, any width; all experts share a scheme, without zero points",
+            experts="model",
+            asymmetric_experts=False,
+        ),
         Engine(
             "vllm",
             "q/k/v, gate/up and all experts of a layer share a scheme; asymmetric grids at 4 and 8 bits only, and "

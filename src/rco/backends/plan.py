@@ -48,6 +48,7 @@ class QuantizationPlan:
     """
 
     groups: tuple[Group, ...]
+    linears: tuple[LinearInfo, ...]  # of all groups, in the order of the model, whatever is tied
     widths: tuple[int, ...]
     group_size: int | None
     symmetric: bool
@@ -72,11 +73,6 @@ class QuantizationPlan:
         pairs = {(m.in_features, w): m for group in self.groups for w in group.widths for m in group.members}
         kinds = [file.type_of(member, width) for (_, width), member in pairs.items()]
         return list(dict.fromkeys(kind.name for kind in kinds if kind is not None))
-
-    @property
-    def linears(self) -> tuple[LinearInfo, ...]:
-        """Every linear that belongs to a group."""
-        return tuple(member for group in self.groups for member in group.members)
 
     @property
     def packed_widths(self) -> tuple[int, ...]:
@@ -164,6 +160,7 @@ def make_plan(
             f"--skip leaves out some experts of {torn.layer.name} and not others: skip all of a layer, or lock "
             "those to leave alone at 16 bits."
         )
+    _check_expert_rows(engine, chosen, group_size)
     if not chosen:
         raise ValueError("Every linear is skipped: nothing is left to quantize.")
     clusters = _clusters(layout, chosen, ties, fused=engine.fused, experts=experts)
@@ -178,9 +175,13 @@ def make_plan(
         prunable = allow_prune and all(_prunable(member, protected) for member in members)
         offered = (PRUNED, *widths) if prunable else widths
         fitting = _fitting(members, tuple(allowed) or offered, gguf)
+        if engine.experts == "model" and fitting != (LEAVE_ALONE,):
+            _check_separable(engine, members)
         groups.append(Group(_group_name(members), tuple(members), fitting))
     every = tuple(sorted({width for group in groups for width in group.widths} | set(widths)))
-    return QuantizationPlan(tuple(groups), every, group_size, symmetric, engine, tuple(skipped), gguf)
+    return QuantizationPlan(
+        tuple(groups), tuple(chosen), every, group_size, symmetric, engine, tuple(skipped), gguf
+    )
 
 
 def _fitting(members: Sequence[LinearInfo], widths: Sequence[int], gguf: GGUFFile | None) -> tuple[int, ...]:
@@ -196,6 +197,31 @@ def _fitting(members: Sequence[LinearInfo], widths: Sequence[int], gguf: GGUFFil
             f"are {', '.join(map(str, widths))}. Change --widths (16 leaves a linear alone), or --skip it."
         )
     return found
+
+
+def _check_expert_rows(engine: Engine, linears: Sequence[LinearInfo], group_size: int | None) -> None:
+    """Engines that hold a layer's experts together need one kind of scales for rows of both lengths."""
+    rows = {info.in_features for info in linears if isinstance(info, ExpertLinear)}
+    if engine.gguf or engine.experts not in ("layer", "model") or group_size is None or not rows:
+        return
+    if min(rows) < group_size < max(rows):
+        raise ValueError(
+            f"--serve {engine.name} needs one scheme for all of an expert, and groups of {group_size} would be one "
+            f"scale per row for its rows of {min(rows)} but not for those of {max(rows)}: use --group-size "
+            f"{min(rows)} or less, or 0 for one scale per row."
+        )
+
+
+def _check_separable(engine: Engine, members: Sequence[LinearInfo]) -> None:
+    torn = next(
+        (m for m in members if isinstance(m, ExpertLinear) and not m.layer.architecture.separable), None
+    )
+    if torn is not None:
+        raise ValueError(
+            f"--serve {engine.name} unpacks no experts of {torn.layer.architecture.model_type}, whose checkpoints "
+            "have them stacked: leave them alone (--lock experts=16), or use --serve any, whose checkpoint brings "
+            "the code for them."
+        )
 
 
 def _prunable(info: LinearInfo, protected: Mapping[int, Collection[int]] | None) -> bool:
@@ -222,10 +248,11 @@ def _expert_groups(
         )
     # Every grouping lists those that an engine which needs it also loads.
     coarser: dict[ExpertGroups, tuple[ExpertGroups, ...]] = {
-        "expert": ("expert", "projection", "layer", "layer-projection"),
-        "projection": ("expert", "projection", "layer", "layer-projection"),
-        "layer": ("layer",),
-        "layer-projection": ("layer", "layer-projection"),
+        "expert": get_args(ExpertGroups),
+        "projection": get_args(ExpertGroups),
+        "layer": ("layer", "model"),
+        "layer-projection": ("layer", "layer-projection", "model"),
+        "model": ("model",),
     }
     groups = engine.experts if asked is None else asked
     if groups not in coarser[engine.experts]:
@@ -345,6 +372,8 @@ def _clusters(
 
 def _expert_key(info: ExpertLinear, experts: ExpertGroups) -> tuple[object, ...]:
     """What experts' matrices must have in common to share a width."""
+    if experts == "model":
+        return ()
     if experts == "layer":
         return (info.layer.index,)
     if experts == "layer-projection":
@@ -358,7 +387,7 @@ def _group_name(members: Sequence[LinearInfo]) -> str:
     if len(members) == 1:
         return members[0].name
     inside = [member for member in members if isinstance(member, ExpertLinear)]
-    if len(inside) == len(members) and len({member.layer.index for member in inside}) == 1:
+    if len(inside) == len(members):
         return _expert_group_name(inside)
     prefix = members[0].name.rpartition(".")[0]
     same = all(m.name.rpartition(".")[0] == prefix for m in members)
@@ -368,8 +397,13 @@ def _group_name(members: Sequence[LinearInfo]) -> str:
 
 
 def _expert_group_name(members: Sequence[ExpertLinear]) -> str:
-    """``...experts.3``, ``...experts.3.gate_proj+up_proj``, ``...experts`` or ``...experts.*.down_proj``."""
+    """``...experts.3``, ``...experts.3.gate_proj+up_proj``, ``...experts`` or ``...experts.*.down_proj``.
+
+    All experts of a model are ``...layers.*.mlp.experts``.
+    """
     layer = members[0].layer
+    if len({member.layer.index for member in members}) > 1:
+        return re.sub(r"\.\d+\.", ".*.", layer.experts_name)
     numbers = {member.expert for member in members}
     kinds = list(dict.fromkeys(member.projection for member in members))
     own = dict(zip(("gate", "up", "down"), layer.architecture.projections, strict=True))

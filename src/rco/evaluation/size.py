@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,8 @@ def average_bits(folder: str | Path, linears: Collection[str] | None = None) -> 
     entries = read_headers(folder)
     packed = [name.removesuffix(".weight_packed") for name in entries if name.endswith(".weight_packed")]
     names = sorted(packed if linears is None else linears)
-    widths = _declared_widths(Path(folder).expanduser())
-    tensors = {name: _one(name, entries, widths.get(name)) for name in names}
+    declared = _declared_widths(Path(folder).expanduser())
+    tensors = {name: _one(name, entries, declared(name)) for name in names}
     parameters = sum(entry["parameters"] for entry in tensors.values())
     weight = sum(entry["weight_bits"] for entry in tensors.values())
     stored = sum(entry["stored_bits"] for entry in tensors.values())
@@ -117,16 +118,21 @@ def average_bits(folder: str | Path, linears: Collection[str] | None = None) -> 
     }
 
 
-def _declared_widths(folder: Path) -> dict[str, int]:
+def _declared_widths(folder: Path) -> Callable[[str], int | None]:
+    """What the config says of a name: exactly, or by a pattern (``re:...``)."""
     path = folder / "config.json"
-    if not path.is_file():
-        return {}
-    config = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") or {}
-    return {
-        target: group["weights"]["num_bits"]
-        for group in config.get("config_groups", {}).values()
-        for target in group["targets"]
-    }
+    text = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    groups = ((text.get("quantization_config") or {}).get("config_groups") or {}).values()
+    named = {target: group["weights"]["num_bits"] for group in groups for target in group["targets"]}
+    patterns = [
+        (re.compile(name.removeprefix("re:")), bits) for name, bits in named.items() if name.startswith("re:")
+    ]
+
+    def declared(name: str) -> int | None:
+        found = (bits for pattern, bits in patterns if pattern.match(name))
+        return named[name] if name in named else next(found, None)
+
+    return declared
 
 
 def _one(name: str, entries: dict[str, _Entry], declared: int | None) -> dict[str, int]:

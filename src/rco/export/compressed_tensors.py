@@ -2,6 +2,7 @@
 
 Every linear keeps its own width: linears of the same scheme form one config group with their exact names as
 targets, so that no program has to interpret a pattern. Linears left alone are on the ignore list, again by name.
+Only experts that share a scheme are named by a pattern (:mod:`rco.export.expert_targets`).
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rco.backends.accounting import DENSE, Scheme, allocation_tensors, distinct_state, scheme_of
+from rco.backends.accounting import Scheme, allocation_tensors, distinct_state, scheme_of
 from rco.compressors.packing import PackedWeight, pack
 from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
 from rco.export.engines import validate_for_engine
-from rco.export.expert_code import separate_experts_fields, write_expert_code
+from rco.export.expert_code import experts_per_layer, separate_experts_fields, write_expert_code
+from rco.export.expert_targets import expert_pattern, name_experts, one_scheme, written_schemes
 from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
+from rco.models.moe import stored_names
 from rco.models.moe_linears import ExpertLinear, model_linears
 
 __all__ = ["CompressedTensorsExporter", "check_exportable", "quantization_config", "zero_point_tensor"]
@@ -73,21 +76,29 @@ class CompressedTensorsExporter:
         by_name = {info.name: info for info in linears}
         for name, packed in weights.items():
             _check_weight(by_name[name], packed)
-        state = distinct_state(loaded.model)
+        rename = stored_names(loaded.model)
+        state = {rename(name): (name, value) for name, value in distinct_state(loaded.model).items()}
+        by_stored = {info.stored_name: info for info in linears}
         tensors = allocation_tensors(loaded.model, linears, schemes)
 
         def fetch(stored: str) -> Tensor:
             linear, _, suffix = stored.rpartition(".weight_")
-            if linear in weights and suffix in _PARTS:
-                return _PARTS[suffix](weights[linear])
+            if suffix in _PARTS and linear in by_stored and by_stored[linear].name in weights:
+                return _PARTS[suffix](weights[by_stored[linear].name])
             if stored in state:
-                return _in_memory(stored, state[stored], loaded)
+                return _in_memory(*state[stored], loaded)
             # One of several that the model keeps stacked.
-            return by_name[stored.removesuffix(".weight")].weight
+            return by_stored[stored.removesuffix(".weight")].weight
 
-        quantization = quantization_config(loaded, schemes)
+        quantization = quantization_config(loaded, schemes, patterns=True)
         described = {"model_type": loaded.layout.model_type, "quantization_config": quantization}
-        violations = validate_for_engine(described, engine)
+        violations = validate_for_engine(described, engine, [info.name for info in linears])
+        sparse = any(isinstance(info, ExpertLinear) for info in linears)
+        # Experts that stock transformers cannot stack as it loads them are built by code in the checkpoint.
+        stacked = one_scheme(linears, written_schemes(linears, schemes)) is not None
+        carries_code = sparse and (not stacked or experts_per_layer(loaded.model.config) is not None)
+        if carries_code and engine == "transformers":
+            violations.append("Its experts have several schemes, zero points, or are not named one by one.")
         if violations:
             raise ExportError(f"{engine} would not load this checkpoint: {' '.join(violations)}")
         changes: dict[str, Any] = {
@@ -97,15 +108,14 @@ class CompressedTensorsExporter:
         if any(by_name[name].tied for name in weights):
             # The output layer becomes a tensor of its own beside the embedding.
             changes["tie_word_embeddings"] = False
-        sparse = any(isinstance(info, ExpertLinear) for info in linears)
-        if sparse:
+        if carries_code:
             changes.update(separate_experts_fields(loaded.model))
         needed = expected_bytes(tensors, max_shard_size)
         with atomic_folder(out, overwrite=overwrite, needed_bytes=needed) as folder:
             write_checkpoint(folder, tensors, fetch, max_shard_size)
             total = verify_checkpoint(folder, tensors)
             write_companions(loaded, folder, changes)
-            if sparse:
+            if carries_code:
                 write_expert_code(loaded.model, folder)
             files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
         return ExportSummary(self.name, Path(out), files, {spec.name: spec.nbytes for spec in tensors}, total)
@@ -195,14 +205,19 @@ def _in_memory(name: str, value: Tensor, loaded: LoadedModel) -> Tensor:
 # ---------------------------------------------------------------------- the config
 
 
-def quantization_config(loaded: LoadedModel, schemes: Mapping[str, Scheme]) -> dict[str, Any] | None:
-    """The ``quantization_config`` for linears with these schemes; None if all are left alone."""
+def quantization_config(
+    loaded: LoadedModel, schemes: Mapping[str, Scheme], *, patterns: bool = False
+) -> dict[str, Any] | None:
+    """The ``quantization_config`` for linears with these schemes; None if all are left alone.
+
+    With ``patterns``, experts that share a scheme are named together.
+    """
     groups: dict[Scheme, list[str]] = {}
     linears = _linears(loaded, schemes)
-    for info in linears:
-        scheme = schemes.get(info.name, DENSE).on(info.in_features)
+    written = written_schemes(linears, schemes)
+    for name, scheme in written.items():
         if not scheme.dense:
-            groups.setdefault(scheme, []).append(info.name)
+            groups.setdefault(scheme, []).append(name)
     if not groups:
         return None
     ordered = sorted(groups, key=lambda scheme: (scheme.bits, scheme.symmetric, scheme.group_size or 0))
@@ -216,7 +231,7 @@ def quantization_config(loaded: LoadedModel, schemes: Mapping[str, Scheme]) -> d
         "ignore": _ignored(loaded.model, linears, {name for names in groups.values() for name in names}),
         "config_groups": {
             f"group_{index}": {
-                "targets": groups[scheme],
+                "targets": name_experts(groups[scheme], linears, written) if patterns else groups[scheme],
                 "weights": {
                     "num_bits": scheme.bits,
                     "type": "int",
@@ -240,10 +255,10 @@ def _ignored(model: nn.Module, linears: Iterable[LinearInfo], quantized: set[str
     vLLM stops at a linear that neither a target nor this list names; it builds routers as linears, and
     experts that transformers keeps as one three-dimensional parameter as one linear each.
     """
-    experts: dict[str, list[str]] = {}
+    experts: dict[str, list[ExpertLinear]] = {}
     for info in linears:
         if isinstance(info, ExpertLinear):
-            experts.setdefault(info.layer.experts_name, []).append(info.name)
+            experts.setdefault(info.layer.experts_name, []).append(info)
     ignored: list[str] = []
     for name, module in model.named_modules():
         if name in quantized or isinstance(module, nn.Embedding):
@@ -252,7 +267,10 @@ def _ignored(model: nn.Module, linears: Iterable[LinearInfo], quantized: set[str
         if "weight" in own and own["weight"].ndim == 2:
             ignored.append(name)
         elif any(value.ndim == 3 for value in own.values()):
-            left = [part for part in experts.get(name, ()) if part not in quantized]
-            whole = len(left) == len(experts.get(name, ()))
-            ignored += [f"re:^{re.escape(name)}\\..*"] if whole else left
+            inside = experts.get(name, [])
+            left = [part.name for part in inside if part.name not in quantized]
+            if len(left) < len(inside):
+                ignored += left
+            else:
+                ignored.append(expert_pattern(inside[0].layer) if inside else f"re:^{re.escape(name)}\\..*")
     return ignored

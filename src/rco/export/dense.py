@@ -1,6 +1,7 @@
 """The ``dense`` format: an ordinary Hugging Face checkpoint whose weights have been through the quantizer.
 
-It is as large as the original, and loads wherever the original loads.
+It is as large as the original, and loads wherever the original loads; only one whose layers keep different numbers
+of experts brings the code that builds them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from rco.backends.accounting import TensorSpec, distinct_state
 from rco.compressors.packing import PackedWeight
 from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
+from rco.export.expert_code import experts_per_layer, write_pruned_code
 from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
@@ -94,6 +96,8 @@ class DenseExporter:
         with atomic_folder(out, overwrite=overwrite, needed_bytes=needed) as folder:
             write_checkpoint(folder, tensors, fetch, max_shard_size)
             total = verify_checkpoint(folder, tensors)
+            if experts_per_layer(loaded.model.config) is not None:
+                changes["auto_map"] = write_pruned_code(loaded.model.config, folder)
             write_companions(loaded, folder, changes)
             files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
         return ExportSummary(self.name, Path(out), files, {spec.name: spec.nbytes for spec in tensors}, total)

@@ -14,7 +14,13 @@ from torch import nn
 from rco.models.moe import moe_architecture
 from rco.models.remote_code import modeling_pruned_experts, modeling_unfused_experts
 
-__all__ = ["carry_code", "separate_experts_fields", "stock_class", "write_expert_code"]
+__all__ = [
+    "experts_per_layer",
+    "separate_experts_fields",
+    "stock_class",
+    "write_expert_code",
+    "write_pruned_code",
+]
 
 
 def stock_class(config: Any) -> type:
@@ -22,6 +28,13 @@ def stock_class(config: Any) -> type:
     module, _, name = moe_architecture(config).causal_lm.partition(":")
     cls: type = getattr(import_module(module), name)
     return cls
+
+
+def experts_per_layer(config: Any) -> list[int] | None:
+    """How many experts each layer keeps, where a configuration lists them: the stock model knows one number."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    counts: list[int] | None = getattr(text, "num_experts_per_layer", None)
+    return counts or None
 
 
 def separate_experts_fields(model: nn.Module) -> dict[str, Any]:
@@ -47,10 +60,16 @@ def write_expert_code(model: nn.Module, folder: Path) -> None:
             [*bases, "PrunedExpertsMixin"],
             f"from .{own} import PrunedExpertsMixin  # noqa: E402\n",
         )
-    carry_code(modeling_unfused_experts, stock, "Unfused", bases, folder, imports)
+    _carry(modeling_unfused_experts, stock, "Unfused", bases, folder, imports)
 
 
-def carry_code(
+def write_pruned_code(config: Any, folder: Path) -> dict[str, str]:
+    """Put the modeling file for layers of different size into a checkpoint; returns its ``auto_map``."""
+    name = _carry(modeling_pruned_experts, stock_class(config), "Pruned", ["PrunedExpertsMixin"], folder)
+    return {"AutoModelForCausalLM": name}
+
+
+def _carry(
     module: Any, stock: type, prefix: str, bases: Sequence[str], folder: Path, imports: str = ""
 ) -> str:
     """Write a modeling module with a subclass of the stock model at its end; returns ``module.class``."""

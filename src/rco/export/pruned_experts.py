@@ -23,11 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from rco.export.base import atomic_folder
-from rco.export.expert_code import carry_code, stock_class
+from rco.export.expert_code import experts_per_layer, stock_class, write_pruned_code
 from rco.models.loading import LoadedModel, without_progress_bars
 from rco.models.moe import moe_layers
 from rco.models.moe_prune import keep_plan, pad_experts, prune_experts
-from rco.models.remote_code import modeling_pruned_experts as remote
 from rco.models.remote_code.modeling_pruned_experts import pruned_class
 
 __all__ = [
@@ -93,7 +92,8 @@ def export_pruned(
     with atomic_folder(out, overwrite=overwrite) as folder, torch.no_grad():
         smaller = pad_experts(model, keep) if shape == "padded" else prune_experts(model, keep)
         if shape == "per_layer":
-            _write_remote_code(smaller, folder)
+            config: Any = smaller.config
+            config.auto_map = write_pruned_code(config, folder)
         with without_progress_bars(import_module("transformers")):
             smaller.save_pretrained(folder, max_shard_size=max_shard_size)
         if tokenizer is not None:
@@ -138,16 +138,9 @@ def load_pruned(path: str | Path, **kwargs: Any) -> nn.Module:
 
     kwargs.setdefault("dtype", "auto")
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    text = config.get_text_config()
-    if not getattr(text, "num_experts_per_layer", None):
+    if experts_per_layer(config) is None:
         model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
         return model.eval()
     cls: Any = pruned_class(stock_class(config))
     model = cls.from_pretrained(path, config=config, **kwargs)
     return model.eval()
-
-
-def _write_remote_code(model: Any, folder: Path) -> None:
-    """Put the modeling file into the checkpoint and point the configuration at it."""
-    name = carry_code(remote, stock_class(model.config), "Pruned", ["PrunedExpertsMixin"], folder)
-    model.config.auto_map = {"AutoModelForCausalLM": name}

@@ -61,6 +61,11 @@ class LinearInfo:
         return stored.T if self.transposed else stored
 
     @property
+    def stored_name(self) -> str:
+        """Its name in a checkpoint."""
+        return self.name
+
+    @property
     def parameters(self) -> int:
         """Number of weights, the bias not counted."""
         return self.in_features * self.out_features

@@ -7,6 +7,7 @@ routers and experts are and how the router decides; nothing else knows an archit
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ __all__ = [
     "moe_architecture",
     "moe_layers",
     "set_num_experts",
+    "stored_names",
 ]
 
 RoutingKind = Literal["softmax_topk", "topk_softmax", "sigmoid_topk"]
@@ -53,6 +55,8 @@ class MoEArchitecture:
         projections: What checkpoints call the gate, up and down projection of an expert.
         interleaved: Rows of gate and up projection alternate in the stacked tensor, instead of following each
             other.
+        stored_block: What checkpoints call the sparse block, where the model calls it otherwise.
+        separable: Checkpoints of the stock model may name every expert by itself.
     """
 
     model_type: str
@@ -68,6 +72,8 @@ class MoEArchitecture:
     casts_weights: bool = True
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     interleaved: bool = False
+    stored_block: str | None = None
+    separable: bool = True
 
     @property
     def class_name(self) -> str:
@@ -87,8 +93,11 @@ def _row(name: str, camel: str, count: str, **extra: Any) -> MoEArchitecture:
 
 
 _QWEN_SHARED = {"shared": "shared_expert", "shared_gate": "shared_expert_gate"}
-_MIXTRAL = {"always_renormalises": True, "casts_weights": False, "projections": ("w1", "w3", "w2")}
-_GPT_OSS = {"routing": "topk_softmax", "router": "router", "interleaved": True}
+_MIXTRAL = {
+    "always_renormalises": True, "casts_weights": False,
+    "projections": ("w1", "w3", "w2"), "stored_block": "block_sparse_moe",
+}  # fmt: skip
+_GPT_OSS = {"routing": "topk_softmax", "router": "router", "interleaved": True, "separable": False}
 _FLOAT32 = {"shared": "shared_experts", "float32_router": True, "casts_weights": False}
 
 MOE_ARCHITECTURES: dict[str, MoEArchitecture] = {
@@ -147,6 +156,12 @@ class MoELayer:
     def experts_name(self) -> str:
         """Module path of the experts, which the names of their matrices begin with."""
         return f"{self.name}.{self.architecture.experts}"
+
+    @property
+    def stored_name(self) -> str:
+        """What checkpoints call the sparse block."""
+        parent, _, own = self.name.rpartition(".")
+        return f"{parent}.{self.architecture.stored_block or own}"
 
     @property
     def shared(self) -> nn.Module | None:
@@ -209,6 +224,18 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
             f"(looked for children {row.router!r} and {row.experts!r}); every layer is dense"
         )
     return found
+
+
+def stored_names(model: nn.Module) -> Callable[[str], str]:
+    """From the names of a model's tensors to those in its checkpoints, which differ where a block has two names."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    row = MOE_ARCHITECTURES.get(str(getattr(text, "model_type", None)))
+    if row is None or row.stored_block is None:
+        return lambda name: name
+    renamed = {layer.name: layer.stored_name for layer in moe_layers(model)}
+    blocks = re.compile("|".join(rf"^{re.escape(name)}(?=\.)" for name in renamed))
+    return lambda name: blocks.sub(lambda found: renamed[found[0]], name)
 
 
 def set_num_experts(config: Any, count: int) -> None:

@@ -59,6 +59,11 @@ class ExpertLinear(LinearInfo):
         return f"{self.layer.experts_name}.{number}.{self.name.rpartition('.')[2]}"
 
     @property
+    def stored_name(self) -> str:
+        """Its name in a checkpoint."""
+        return self.name.replace(self.layer.name, self.layer.stored_name, 1)
+
+    @property
     def part(self) -> int:
         """Position among the matrices that are stacked together: 1 for up, which follows gate."""
         return int(self.projection == "up")

@@ -20,7 +20,7 @@ from rco.evaluation.size import average_bits, checkpoint_size, read_headers
 from rco.export.engines import validate_for_engine
 from rco.models.gguf_names import gguf_names
 from rco.models.loading import load_model
-from rco.models.moe import moe_layers
+from rco.models.moe import moe_layers, stored_names
 from rco.models.precision import computing_in
 from rco.pipeline.common import Planned, check_used
 
@@ -109,7 +109,8 @@ def _certify_bits(
     """The budget, counted once more from the headers of what was written."""
     size = checkpoint_size(folder)
     backend, budget = planned.backend, planned.budget
-    written = backend.written_names(allocation)
+    rename = stored_names(backend.loaded.model)
+    written = {rename(name): info for name, info in backend.written_names(allocation).items()}
     bits = average_bits(folder, list(written))
     counted = backend.costs(budget.kind)
     if budget.kind == "size":

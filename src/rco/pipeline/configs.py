@@ -25,6 +25,7 @@ __all__ = [
 Prior = Literal["fisher", "output-error", "uniform"]
 Compute = Literal["auto", "float32", "bfloat16"]
 _COMPUTE_HELP = "Type of the arithmetic; auto: float32 on a CPU, the checkpoint's elsewhere."
+_GROUP_SIZE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +125,9 @@ class QuantizeConfig(CompressConfig):
         help="Bits on offer, e.g. 2,3,4,8; 16 leaves a linear alone. Default: all that --serve takes.",
         panel="Candidates",
     )
-    group_size: int = setting(
-        64,
-        help="Columns that share a scale; 0 for one per row. GGUF types have their own.",
+    group_size: int | None = setting(
+        None,
+        help="Columns that share a scale, 0 for one per row; default 64. GGUF types have their own.",
         panel="Candidates",
     )
     symmetric: bool | None = setting(
@@ -152,7 +153,7 @@ class QuantizeConfig(CompressConfig):
         [], help="Kinds that share a width in a block, e.g. q_proj,k_proj.", panel="Candidates"
     )
 
-    expert_groups: Literal["expert", "projection", "layer", "layer-projection"] | None = setting(
+    expert_groups: Literal["expert", "projection", "layer", "layer-projection", "model"] | None = setting(
         None, help="What shares a width among experts; default: each expert, or what --serve needs.",
         panel="Experts",
     )  # fmt: skip
@@ -180,6 +181,11 @@ class QuantizeConfig(CompressConfig):
         help="Where a GPU's candidates are: resident on it, offload in host memory, auto by what is free.",
         panel="Machine",
     )
+
+    @property
+    def columns_per_scale(self) -> int | None:
+        """The group size in force; None for one scale per row."""
+        return (_GROUP_SIZE if self.group_size is None else self.group_size) or None
 
     def budgets(self) -> dict[str, str | None]:
         """Bits, bits with scales, bytes, or bits that a token reads."""
@@ -334,7 +340,9 @@ class AblationConfig:
     )
 
     widths: str = setting("2,3,4,5,6,7,8", help="Bits on offer.", panel="Candidates")
-    group_size: int = setting(64, help="Columns that share a scale; 0 for one per row.", panel="Candidates")
+    group_size: int = setting(
+        _GROUP_SIZE, help="Columns that share a scale; 0 for one per row.", panel="Candidates"
+    )
     store: Path | None = setting(
         None, help="Folder of the candidates; default: inside the run.", panel="Candidates"
     )

@@ -122,11 +122,16 @@ def plan_groups(
     config: QuantizeConfig, loaded: LoadedModel, visits: Visits | None = None
 ) -> QuantizationPlan:
     """Groups and widths of a loaded model; ``visits`` of its experts say which must not be pruned."""
+    engine = find_engine(config.serve)
+    if engine.gguf and config.group_size is not None:
+        raise ValueError(
+            f"--serve {engine.name}: a block type has groups of its own (16 or 32 weights); leave out --group-size."
+        )
     return make_plan(
         loaded.layout,
         model_linears(loaded.layout, loaded.model, include_head=True),
         widths=None if config.widths is None else _parse_widths(config.widths),
-        group_size=config.group_size or None,
+        group_size=config.columns_per_scale,
         symmetric=config.symmetric,
         serve=config.serve,
         locks=config.lock,
@@ -135,7 +140,7 @@ def plan_groups(
         experts=_expert_groups(config),
         allow_prune=config.allow_prune,
         protected=None if visits is None else most_visited(visits, sparse_layers(loaded.model)),
-        gguf=GGUFFile.of(loaded.layout, loaded.model) if find_engine(config.serve).gguf else None,
+        gguf=GGUFFile.of(loaded.layout, loaded.model) if engine.gguf else None,
     )
 
 

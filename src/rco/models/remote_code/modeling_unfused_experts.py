@@ -17,6 +17,7 @@ from torch import Tensor, nn
 __all__ = ["UnfusedExperts", "UnfusedExpertsMixin", "unfused_class"]
 
 PROJECTION_NAMES = {"mixtral": ("w1", "w3", "w2")}
+KEY_MAPPINGS = {"mixtral": {r"\.block_sparse_moe\.": ".mlp."}}  # from the names in checkpoints to the model's
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 
@@ -100,6 +101,14 @@ class UnfusedExpertsMixin:
             if part is not self and hasattr(type(part), "is_custom_code") and not part.is_custom_code():
                 stock: Any = type(part)
                 part.__class__ = _own_class(stock)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As ever, with the renaming that transformers does for models without code of their own."""
+        mapping = KEY_MAPPINGS.get(cls.config_class.model_type)  # type: ignore[attr-defined]
+        if mapping is not None:
+            kwargs.setdefault("key_mapping", mapping)
+        return super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
