@@ -138,13 +138,11 @@ def contest_of(settings, model, experts, changed):
 
 def run_part(settings, part):
     """Search and judge; one line of the file of parts."""
-    from rco.pipeline.compare import measured
-
     began = time.perf_counter()
     name, share, changed = part.method
     contest = contest_of(settings, part.model, part.experts, changed)
     result = contest.run(name, part.seed, int(share * contest.tokens))
-    entry = short_names(measured(contest, part.label, part.seed, result))
+    entry = short_names(contest.measure(part.label, part.seed, result))
     return {"key": part.key, "entry": entry, "wall_seconds": time.perf_counter() - began}
 
 
@@ -216,7 +214,7 @@ def run(arguments):
 
 def merge(arguments):
     """Files of parts to one file of results per model."""
-    from rco.pipeline.compare import summary
+    from rco.pipeline.compare_tables import summarise
     from rco.runs import write_json_atomic
 
     files = [read_parts(path) for path in arguments.parts]
@@ -228,9 +226,7 @@ def merge(arguments):
         tables = {}
         for experts in sorted({key[1] for key in lines if key[0] == model}):
             entries = [lines[key]["entry"] for key in sorted(lines) if key[:2] == (model, experts)]
-            labels = list(dict.fromkeys(entry["label"] for entry in entries))
-            rows = [summary(label, [e for e in entries if e["label"] == label]) for label in labels]
-            tables[experts] = {"rows": sorted(rows, key=lambda row: row["kl"]), "entries": entries}
+            tables[experts] = {"rows": summarise(entries), "entries": entries}
         report = {
             "model": model,
             "settings": {**settings[0], "tokens": settings[0]["evaluations"] * settings[0]["length"]},

@@ -221,18 +221,31 @@ def test_comparison_writes_its_tables_and_goes_on(capsys, tmp_path, model_folder
     methods = "rco,rco@0.5,evoesap,greedy,reap,frequency-global,random-pick"
     code, printed, _ = run(capsys, *arguments, "--seeds=1", "--methods", methods, "--json")
     assert code == 0
-    rows = json.loads(printed)["rows"]
+    outcome = json.loads(printed)
+    rows = outcome["rows"]
+    assert outcome["failed"] == {}
+    assert [path.rsplit("/", 1)[-1] for path in outcome["plots"]] == ["comparison.svg"]
     assert {row["method"] for row in rows} == set(methods.split(","))
     assert [row["kl"] for row in rows] == sorted(row["kl"] for row in rows)
-    entries = json.loads((out / "comparison.json").read_text())["entries"]
+    written = json.loads((out / "comparison.json").read_text())
+    entries = written["entries"]
+    assert written["rows"] == rows
+    assert written["environment"]["python"]
+    assert {row["budget"] for row in rows} == {"5 of 16 experts pruned"}
+    for row in rows:
+        assert row["recovery"] == pytest.approx(
+            100 * written["full_model"]["perplexity"] / row["perplexity"]
+        )
     assert all(entry["experts"] == 11 for entry in entries)
+    assert all(e["tokens"] == e["forward_tokens"] + 2 * e["backward_tokens"] for e in entries)
     assert all(entry["tokens"] <= 2000 for entry in entries)
     assert next(e for e in entries if e["label"] == "rco@0.5")["tokens"] <= 1000
     assert (out / "comparison.md").read_text().count("\n| ") == len(rows) + 1
     assert (out / "comparison.csv").read_text().count("\n") == len(rows) + 1
-    # A second seed adds to what is there.
-    code, printed, _ = run(capsys, *arguments, "--seeds=2", "--methods", methods, "--json", "--resume")
-    assert code == 0
+    # A second seed adds to what is there, in processes of its own.
+    more = [*arguments, "--seeds=2", "--methods", methods, "--workers=2", "--resume"]
+    code, printed, told = run(capsys, *more, "--json")
+    assert code == 0, told
     assert {row["seeds"] for row in json.loads(printed)["rows"]} == {2}
     again = json.loads((out / "comparison.json").read_text())["entries"]
     assert again[: len(entries)] == entries

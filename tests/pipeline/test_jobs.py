@@ -40,10 +40,10 @@ def test_an_interruption_ends_running_jobs_and_keeps_finished_ones(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run_jobs(jobs, tmp_path, Sleeper, 1000.0, workers=2, on_done=on_done)
-    for process in multiprocessing.active_children():
-        process.join(5)
-        assert not process.is_alive()
-    assert time.perf_counter() - interrupted[0] < 5
+    # The pool's own thread waits for its processes as well, so one that has ended may seem alive for a moment.
+    while multiprocessing.active_children() and time.perf_counter() - interrupted[0] < 5:
+        time.sleep(0.05)
+    assert not multiprocessing.active_children()
     assert [path.name for path in tmp_path.iterdir()] == ["short.json"]
     assert read_json(tmp_path / "short.json") == {"slept": 0.0}
 

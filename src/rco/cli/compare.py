@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,12 +13,9 @@ from rco.pipeline.compare_configs import CompareQuantizeConfig
 from rco.pipeline.configs import ComparePruneConfig
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rco.pipeline.compare import Comparison
-    from rco.pipeline.compare_quantize import QuantizeComparison
 
-__all__ = ["app", "show_comparison"]
+__all__ = ["app"]
 
 app = typer.Typer(
     name="compare",
@@ -51,54 +47,30 @@ def _prune(config: ComparePruneConfig, switches: Switches) -> None:
         return
     with interruptible(), make_progress(switches.quiet or switches.as_json) as progress:
         outcome = compare_pruning(config, progress)
-    show_comparison(outcome, switches.as_json)
+    _show(outcome, switches.as_json)
 
 
-# Heading, and how a cell is written.
-Column = tuple[str, Callable[[dict[str, Any]], str]]
-
-_METHOD: list[Column] = [("method", lambda row: row["method"])]
-_QUALITY: list[Column] = [
-    ("KL to the full model", lambda row: f"{row['kl']:.4f} ± {row['kl_std']:.4f}"),
-    ("perplexity", lambda row: f"{row['perplexity']:.3f} ± {row['perplexity_std']:.3f}"),
-]
-_WORK: list[Column] = [
-    ("tokens", lambda row: f"{row['tokens']:,.0f}"),
-    ("seconds", lambda row: f"{row['seconds']:.0f}"),
-    ("seeds", lambda row: str(row["seeds"])),
-]
-_BUDGET: list[Column] = [("budget", lambda row: row["budget"])]
-_BITS: list[Column] = [("bits", lambda row: f"{row['bits']:.4f}")]
-
-
-def _show(
-    rows: list[dict[str, Any]], words: list[Column], numbers: list[Column], folder: Path, plots: list[Path]
-) -> None:
+def _show(outcome: Comparison, as_json: bool) -> None:
     """The table on stdout, and where the files are."""
+    if as_json:
+        files = {"folder": str(outcome.folder), "plots": [str(path) for path in outcome.plots]}
+        typer.echo(json.dumps({**files, "rows": outcome.rows, "failed": outcome.failed}))
+        return
     from rich.console import Console
     from rich.table import Table
 
-    table = Table()
-    for name, _ in words:
-        table.add_column(name)
-    for name, _ in numbers:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(text(row) for _, text in (*words, *numbers)))
+    from rco.pipeline.compare_tables import table_columns
+
+    columns = table_columns(outcome.rows)
+    table = Table("budget")
+    for place, (name, _) in enumerate(columns):
+        table.add_column(name, justify="right" if place else "left")
+    for row in outcome.rows:
+        table.add_row(row["budget"], *(text(row) for _, text in columns))
     Console().print(table)
-    typer.echo(f"tables      {folder}/comparison.md, .csv, .json")
-    for path in plots:
+    typer.echo(f"tables      {outcome.folder}/comparison.md, .csv, .json")
+    for path in outcome.plots:
         typer.echo(f"plot        {path}")
-
-
-def show_comparison(outcome: Comparison, as_json: bool) -> None:
-    """Methods on one pruning problem."""
-    if as_json:
-        files = {"folder": str(outcome.folder), "plot": str(outcome.plot) if outcome.plot else None}
-        typer.echo(json.dumps({**files, "rows": outcome.rows}))
-        return
-    plots = [outcome.plot] if outcome.plot else []
-    _show(outcome.rows, _METHOD, [*_QUALITY, *_WORK], outcome.folder, plots)
 
 
 def _quantize(config: CompareQuantizeConfig, switches: Switches) -> None:
@@ -120,17 +92,7 @@ def _quantize(config: CompareQuantizeConfig, switches: Switches) -> None:
         return
     with interruptible(), make_progress(switches.quiet or switches.as_json) as progress:
         outcome = compare_quantization(config, progress)
-    show_widths(outcome, switches.as_json)
-
-
-def show_widths(outcome: QuantizeComparison, as_json: bool) -> None:
-    """Methods at several budgets of bits."""
-    if as_json:
-        files = {"folder": str(outcome.folder), "plots": [str(path) for path in outcome.plots]}
-        typer.echo(json.dumps({**files, "rows": outcome.rows, "failed": outcome.failed}))
-        return
-    words, numbers = [*_BUDGET, *_METHOD], [*_QUALITY, *_BITS, *_WORK]
-    _show(outcome.rows, words, numbers, outcome.folder, outcome.plots)
+    _show(outcome, switches.as_json)
 
 
 app.command("quantize")(command_from_config(CompareQuantizeConfig, _quantize))

@@ -1,42 +1,24 @@
 """Methods side by side on one problem: the same tokens, the same evaluation, several seeds, one table.
 
-:func:`run_comparison` knows nothing of what is compressed: a :class:`Contest` says how a method is run with a seed
-and how an allocation is judged, and each kind of compression makes its own.
+:func:`run_comparison` knows nothing of what is compressed: jobs say what is run, a worker runs and judges them, and
+each kind of compression makes its own.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
-from rco.core.result import SearchResult
-from rco.folders import atomic_path, read_json, write_json_atomic, write_text_atomic
+from rco.pipeline.compare_tables import Draw, write_comparison
+from rco.pipeline.jobs import Named, Worker, run_jobs
 from rco.pipeline.progress import Progress
-from rco.runs import RunDirectory, environment
+from rco.runs import RunDirectory
 
-__all__ = ["Comparison", "Contest", "measured", "parse_methods", "run_comparison", "seeds_of", "summary"]
+__all__ = ["Comparison", "parse_methods", "run_comparison", "seeds_of"]
 
-_ENTRIES = "comparison.json"
-
-
-class Contest(Protocol):
-    """One problem that methods compete on."""
-
-    tokens: int  # that every search may forward, a backward counted as two more
-    tokens_per_batch: int
-
-    def run(self, method: str, seed: int, tokens: int) -> SearchResult:
-        """Run a method with a seed and an allowance."""
-        ...
-
-    def judge(self, method: str, seed: int, result: SearchResult) -> dict[str, Any]:
-        """Measure what a method found: at least ``kl`` and ``perplexity``."""
-        ...
+Argument = TypeVar("Argument")
 
 
 @dataclass(frozen=True)
@@ -44,16 +26,18 @@ class Comparison:
     """What was measured, and where it is written.
 
     Attributes:
-        rows: One per method: means and standard deviations over seeds.
-        entries: One per method and seed.
-        folder: Holds ``comparison.json``, ``comparison.md``, ``comparison.csv`` and the plot.
-        plot: The picture; None without matplotlib.
+        rows: One per budget and method: means and standard deviations over seeds.
+        entries: One per search.
+        failed: Searches that could not be run, and why.
+        folder: Holds ``comparison.json``, ``comparison.md``, ``comparison.csv`` and the plots.
+        plots: The pictures; none without matplotlib.
     """
 
     rows: list[dict[str, Any]]
     entries: list[dict[str, Any]]
+    failed: dict[str, str]
     folder: Path
-    plot: Path | None
+    plots: list[Path]
 
 
 def parse_methods(text: str) -> list[tuple[str, str, float]]:
@@ -79,145 +63,65 @@ def parse_methods(text: str) -> list[tuple[str, str, float]]:
     return found
 
 
-def run_comparison(
-    run: RunDirectory,
-    contest: Contest,
-    methods: str,
-    seeds: Sequence[int],
-    progress: Progress,
-    *,
-    title: str,
-) -> Comparison:
-    """Run what is missing, then write the tables and the plot."""
-    listed = parse_methods(methods)
-    path = run.folder / _ENTRIES
-    entries: list[dict[str, Any]] = read_json(path)["entries"] if path.exists() else []
-    done = {(entry["label"], entry["seed"]) for entry in entries}
-    jobs = [(label, name, share, seed) for seed in seeds for label, name, share in listed]
-    count = progress.stage("comparison")
-    for position, (label, name, share, seed) in enumerate(jobs):
-        if (label, seed) not in done:
-            result = contest.run(name, seed, int(share * contest.tokens))
-            entries.append(measured(contest, label, seed, result))
-            _write_entries(path, contest, entries)
-        count(position + 1, len(jobs))
-    _write_entries(path, contest, entries)
-    labels = [label for label, _, _ in listed]
-    rows = [
-        summary(label, [e for e in entries if e["label"] == label and e["seed"] in seeds]) for label in labels
-    ]
-    rows.sort(key=lambda row: row["kl"])
-    write_text_atomic(run.folder / "comparison.md", markdown(rows, title))
-    write_text_atomic(run.folder / "comparison.csv", as_csv(rows))
-    plot = _plot(rows, run.folder / "comparison.svg", title, progress)
-    return Comparison(rows, entries, run.folder, plot)
-
-
-def measured(contest: Contest, label: str, seed: int, result: SearchResult) -> dict[str, Any]:
-    """What one method found with one seed, judged."""
-    return {
-        "label": label,
-        "method": result.method,
-        "seed": seed,
-        **contest.judge(label, seed, result),
-        "selection_loss": result.loss,
-        "chosen_from": result.chosen_from,
-        "tokens": (result.forwards + 2 * result.backwards) * contest.tokens_per_batch,
-        "seconds": result.seconds,
-        "choices": result.allocation.tolist(),
-    }
-
-
-def summary(label: str, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means and standard deviations of one method over its seeds."""
-
-    def spread(key: str) -> tuple[float, float]:
-        values = [float(entry[key]) for entry in entries]
-        return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-
-    (kl, kl_std), (perplexity, perplexity_std) = spread("kl"), spread("perplexity")
-    domains: dict[str, Any] = {}
-    for domain in entries[0].get("by_domain", {}):
-        domains[domain] = statistics.fmean(float(e["by_domain"][domain]["kl"]) for e in entries)
-    return {
-        "method": label,
-        "seeds": len(entries),
-        "kl": kl,
-        "kl_std": kl_std,
-        "perplexity": perplexity,
-        "perplexity_std": perplexity_std,
-        "tokens": spread("tokens")[0],
-        "seconds": spread("seconds")[0],
-        "kl_by_domain": domains,
-    }
-
-
-def _write_entries(path: Path, contest: Contest, entries: Sequence[dict[str, Any]]) -> None:
-    write_json_atomic(
-        path, {"tokens": contest.tokens, "environment": environment(), "entries": list(entries)}
-    )
-
-
-def markdown(rows: Sequence[dict[str, Any]], title: str) -> str:
-    """The table for people."""
-    lines = [
-        f"# {title}",
-        "",
-        "Mean and standard deviation over seeds on held-out text, best first. Tokens are those a search forwarded, "
-        "a backward pass counted as two; scores and the evaluation itself are not counted.",
-        "",
-        "| method | KL to the full model | perplexity | tokens | seconds | seeds |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row['method']} | {row['kl']:.4f} ± {row['kl_std']:.4f} | {row['perplexity']:.3f} ± "
-            f"{row['perplexity_std']:.3f} | {row['tokens']:,.0f} | {row['seconds']:.0f} | {row['seeds']} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """The table for programs."""
-    domains = list(dict.fromkeys(domain for row in rows for domain in row["kl_by_domain"]))
-    plain = [key for key in rows[0] if key != "kl_by_domain"]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*plain, *(f"kl {domain}" for domain in domains)])
-    for row in rows:
-        writer.writerow(
-            [*(row[key] for key in plain), *(row["kl_by_domain"].get(domain) for domain in domains)]
-        )
-    return out.getvalue()
-
-
-def _plot(rows: Sequence[dict[str, Any]], path: Path, title: str, progress: Progress) -> Path | None:
-    """KL of every method, with its spread over seeds."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        progress.message("The plot is left out: it needs matplotlib (pip install 'rco[plot]').")
-        return None
-    figure = Figure(figsize=(7, 0.45 * len(rows) + 1.4), layout="constrained")
-    axes = figure.subplots()
-    shown = list(reversed(rows))
-    axes.barh(
-        [row["method"] for row in shown],
-        [row["kl"] for row in shown],
-        xerr=[row["kl_std"] for row in shown],
-        color=["#2a6f97" if row["method"].startswith("rco") else "#b8c4cc" for row in shown],
-        error_kw={"lw": 1, "capsize": 3},
-    )
-    axes.set_xlabel("KL to the full model on held-out text (nats per token)")
-    axes.set_title(title, fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="svg")
-    return path
-
-
 def seeds_of(first: int, count: int) -> list[int]:
     """That many seeds from the first on."""
     if count < 1:
         raise ValueError(f"--seeds must be at least 1, got {count}.")
     return list(range(first, first + count))
+
+
+def run_comparison(
+    run: RunDirectory,
+    jobs: Sequence[Named],
+    make_worker: Callable[[Argument], Worker],
+    argument: Argument,
+    describe: Callable[[list[dict[str, Any]]], Mapping[str, Any]],
+    progress: Progress,
+    *,
+    draw: Draw,
+    workers: int = 1,
+    threads: int = 1,
+) -> Comparison:
+    """Run what the folder does not hold yet, then write the tables and the plots.
+
+    Args:
+        run: Where to.
+        jobs: All searches; each makes one or more entries of the table.
+        make_worker: See :func:`rco.pipeline.jobs.run_jobs`.
+        argument: Of ``make_worker``.
+        describe: From the entries to what the table says about all of them; see
+            :func:`rco.pipeline.compare_tables.write_comparison`.
+        progress: Is told of jobs that are done, and of those that failed.
+        draw: Makes the plots.
+        workers: Processes.
+        threads: Of each process.
+
+    Raises:
+        ValueError: Every search failed.
+    """
+    results, failed = run_jobs(
+        jobs,
+        run.folder / "jobs",
+        make_worker,
+        argument,
+        workers=workers,
+        threads=threads,
+        on_done=progress.stage("comparison"),
+    )
+    for name, reason in failed.items():
+        progress.message(f"{name} failed: {reason}")
+    if not results:
+        raise ValueError(_nothing_to_compare(failed))
+    entries = [entry for job in jobs if job.name in results for entry in results[job.name]["entries"]]
+    about = {**describe(entries), "failed": failed}
+    rows, plots = write_comparison(run.folder, about, entries, progress, draw)
+    return Comparison(rows, entries, failed, run.folder, plots)
+
+
+def _nothing_to_compare(failed: Mapping[str, str]) -> str:
+    """Every job that failed under its reason; many fail for the same."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in failed.items():
+        by_reason.setdefault(reason, []).append(name)
+    reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
+    return f"No search succeeded, so there is nothing to compare. {reasons}"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_comparison"]
+__all__ = ["draw_comparison", "draw_divergence"]
 
 # Colours that differ for colour-blind readers; RCO has the first, in a heavier line.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999", "#222222")
@@ -60,6 +60,39 @@ def draw_comparison(
     return drawn
 
 
+def draw_divergence(
+    folder: Path,
+    rows: Sequence[Mapping[str, Any]],
+    entries: Sequence[Mapping[str, Any]],
+    about: Mapping[str, Any],
+) -> list[Path]:
+    """KL of every method, with its spread over seeds.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 0.45 * len(rows) + 1.4), layout="constrained")
+    axes = figure.subplots()
+    shown = list(reversed(rows))
+    axes.barh(
+        [row["method"] for row in shown],
+        [row["kl"] for row in shown],
+        xerr=[row["kl_std"] for row in shown],
+        color=[_bar_colour(row) for row in shown],
+        error_kw={"lw": 1, "capsize": 3},
+    )
+    axes.set_xlabel("KL to the full model on held-out text (nats per token)")
+    axes.set_title(about["title"], fontsize=10)
+    _plain(axes)
+    return [_save(figure, folder / "comparison.svg")]
+
+
+def _bar_colour(row: Mapping[str, Any]) -> str:
+    return _COLOURS[0] if row["method"].startswith("rco") else "#b8c4cc"
+
+
 def _style(method: str, place: int) -> dict[str, Any]:
     leading = method.startswith("rco")
     return {
@@ -105,7 +138,7 @@ def _recovery(axes: Axes, rows: Sequence[Mapping[str, Any]], tasks: bool) -> Non
     bars = axes.barh(
         [row["method"] for row in shown],
         [row["recovery"] for row in shown],
-        color=["#0072b2" if row["method"].startswith("rco") else "#b8c4cc" for row in shown],
+        color=[_bar_colour(row) for row in shown],
     )
     axes.bar_label(bars, [f" {row['seconds']:.0f} s" for row in shown], fontsize=7)
     low = min(row["recovery"] for row in shown)

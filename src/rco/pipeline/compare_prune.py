@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,14 +15,15 @@ from rco.backends.expert_pruning import SCORES, ExpertPruningBackend, score_tabl
 from rco.core.result import SearchResult
 from rco.core.search import MOST_CANDIDATES, GumbelSearch
 from rco.data.calibration import CalibrationSet, DataSplits
-from rco.pipeline.common import build_data, make_searcher, open_run, run_folder, search_settings
+from rco.pipeline.common import build_data, make_searcher, open_run, run_folder, search_settings, slug
 from rco.pipeline.compare import Comparison, parse_methods, run_comparison, seeds_of
+from rco.pipeline.compare_figures import draw_divergence
 from rco.pipeline.configs import ComparePruneConfig
 from rco.pipeline.judge import Judge
 from rco.pipeline.progress import Progress, Silent
 from rco.pipeline.prune import PlannedPruning, plan_pruning
 
-__all__ = ["PruneContest", "compare_pruning", "default_tokens", "resolve_method"]
+__all__ = ["PruneContest", "PruneJob", "compare_pruning", "default_tokens", "resolve_method"]
 
 # Shares of an allowance for the sensitivities that a gradient search starts from: a long one, and a short one.
 _SENSITIVITY, _SENSITIVITY_SHORT = 0.2, 0.6
@@ -69,6 +71,21 @@ def resolve_method(name: str) -> Entrant:
     return Entrant(_ALIASES.get(name, name))
 
 
+@dataclass(frozen=True)
+class PruneJob:
+    """One method, once, with a share of the tokens."""
+
+    label: str
+    method: str
+    share: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The job's file."""
+        return slug(f"{self.label}-{self.seed}")
+
+
 def default_tokens(config: ComparePruneConfig) -> int:
     """What RCO forwards with the given settings, a backward counted as two."""
     evaluations = 3 * config.steps * config.samples + config.selection * (MOST_CANDIDATES + config.refine)
@@ -84,6 +101,8 @@ class PruneContest:
         self.config, self.planned = config, planned
         self.tokens = config.tokens or default_tokens(config)
         self.tokens_per_batch = config.batch_size * config.length
+        experts = len(planned.backend.names)
+        self.budget = f"{experts - planned.kept} of {experts} experts pruned"
         self._prepared: tuple[int, DataSplits, Judge] | None = None
 
     def prepare(self, seed: int) -> tuple[DataSplits, Judge]:
@@ -151,25 +170,69 @@ class PruneContest:
             settings["max_evaluations"] = allowance
         return make_searcher(entrant.method, {**settings, **entrant.settings})
 
-    def judge(self, method: str, seed: int, result: SearchResult) -> dict[str, Any]:
-        """KL and perplexity on held-out text under the deployed routing."""
+    def do(self, job: PruneJob) -> dict[str, Any]:
+        """The entry of the table that a job makes."""
+        result = self.run(job.method, job.seed, int(job.share * self.tokens))
+        return {"entries": [self.measure(job.label, job.seed, result)]}
+
+    def measure(self, label: str, seed: int, result: SearchResult) -> dict[str, Any]:
+        """What a method found with a seed: KL and perplexity on held-out text under the deployed routing."""
         _, judge = self.prepare(seed)
-        row = judge.row(method, result.allocation, self.planned.problem)
-        kept = [len(layer) for layer in self.planned.backend.kept(result.allocation)]
-        keys = ("kl", "kl_error", "perplexity", "by_domain", "experts")
-        return {**{key: row[key] for key in keys}, "kept_per_layer": kept}
+        row = judge.row(label, result.allocation, self.planned.problem)
+        keys = ("kl", "kl_error", "perplexity", "perplexity_error", "by_domain", "experts", "within_budget")
+        return {
+            "budget": self.budget,
+            "label": label,
+            "method": result.method,
+            "seed": seed,
+            **{key: row[key] for key in keys},
+            "full_perplexity": judge.row("full model", None, self.planned.problem)["perplexity"],
+            "kept_per_layer": [len(layer) for layer in self.planned.backend.kept(result.allocation)],
+            "forward_tokens": result.forwards * self.tokens_per_batch,
+            "backward_tokens": result.backwards * self.tokens_per_batch,
+            "tokens": (result.forwards + 2 * result.backwards) * self.tokens_per_batch,
+            "seconds": result.seconds,
+            "selection_loss": result.loss,
+            "chosen_from": result.chosen_from,
+            "choices": result.allocation.tolist(),
+        }
+
+
+def _contest(config: ComparePruneConfig) -> PruneContest:
+    return PruneContest(config, plan_pruning(config))
 
 
 def compare_pruning(config: ComparePruneConfig, progress: Progress | None = None) -> Comparison:
     """Run all methods and seeds that the folder does not hold yet; write tables and plot."""
     progress = progress or Silent()
-    for _, name, _ in parse_methods(config.methods):
+    listed = parse_methods(config.methods)
+    for _, name, _ in listed:
         resolve_method(name)
     seeds = seeds_of(config.seed, config.seeds)
-    planned = plan_pruning(config)
+    jobs = [PruneJob(label, name, share, seed) for seed in seeds for label, name, share in listed]
+    contest = _contest(config)
+    planned = contest.planned
+
+    def describe(entries: list[dict[str, Any]]) -> dict[str, Any]:
+        # Every seed has evaluation text of its own.
+        known = {entry["seed"]: entry["full_perplexity"] for entry in entries}
+        return {
+            "title": config.model,
+            "tokens": contest.tokens,
+            "seconds": None,
+            "full_model": {"perplexity": statistics.fmean(known.values())},
+        }
+
     with open_run(config, run_folder(config, planned.budget, prefix="compare-")) as run:
         run.write_problem(planned.problem)
-        contest = PruneContest(config, planned)
-        gone = len(planned.backend.names) - planned.kept
-        title = f"{config.model}: {gone} of {len(planned.backend.names)} experts pruned"
-        return run_comparison(run, contest, config.methods, seeds, progress, title=title)
+        return run_comparison(
+            run,
+            jobs,
+            (lambda _: contest) if config.workers == 1 else _contest,
+            config,
+            describe,
+            progress,
+            draw=draw_divergence,
+            workers=config.workers,
+            threads=config.threads,
+        )

@@ -10,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,19 +26,17 @@ from rco.core.result import SearchResult, StepRecord
 from rco.core.search import MOST_CANDIDATES
 from rco.folders import atomic_path
 from rco.pipeline.common import build_data, open_run, slug
-from rco.pipeline.compare import parse_methods, seeds_of
+from rco.pipeline.compare import Comparison, parse_methods, run_comparison, seeds_of
 from rco.pipeline.compare_configs import CompareQuantizeConfig
-from rco.pipeline.compare_tables import write_comparison
+from rco.pipeline.compare_figures import draw_comparison
 from rco.pipeline.configs import QuantizeConfig
 from rco.pipeline.entrants import FIXED, Allowance, Entrant
 from rco.pipeline.evaluate import measure_tasks
-from rco.pipeline.jobs import run_jobs
 from rco.pipeline.judge import Judge
 from rco.pipeline.progress import Progress, Silent
 from rco.pipeline.quantize import plan_quantization
 
 __all__ = [
-    "QuantizeComparison",
     "QuantizeContest",
     "QuantizeJob",
     "SweepJob",
@@ -82,17 +78,6 @@ class SweepJob:
     def name(self) -> str:
         """The job's file."""
         return slug(f"sweep-{self.budgets[0]}-{self.budgets[-1]}-{len(self.budgets)}-{self.seed}")
-
-
-@dataclass(frozen=True)
-class QuantizeComparison:
-    """What was measured, and where it is written."""
-
-    rows: list[dict[str, Any]]
-    entries: list[dict[str, Any]]
-    failed: dict[str, str]
-    folder: Path
-    plots: list[Path]
 
 
 def default_tokens(config: CompareQuantizeConfig) -> int:
@@ -300,9 +285,7 @@ def list_jobs(config: CompareQuantizeConfig) -> list[QuantizeJob | SweepJob]:
     return jobs
 
 
-def compare_quantization(
-    config: CompareQuantizeConfig, progress: Progress | None = None
-) -> QuantizeComparison:
+def compare_quantization(config: CompareQuantizeConfig, progress: Progress | None = None) -> Comparison:
     """Run the jobs that the folder does not hold yet; write tables and plots."""
     progress = progress or Silent()
     jobs = list_jobs(config)
@@ -310,42 +293,29 @@ def compare_quantization(
         config, out=config.folder(), store=config.store or config.folder() / "candidates"
     )
     contest = QuantizeContest(config)
-    with open_run(config, config.folder()) as run:
-        contest.backend.on_progress = progress.stage("candidates")
-        contest.prepare()
-        alone = config.workers == 1
-        results, failed = run_jobs(
-            jobs,
-            run.folder / "jobs",
-            (lambda _: contest) if alone else QuantizeContest,
-            config,
-            workers=config.workers,
-            threads=config.threads,
-            on_done=progress.stage("comparison"),
-        )
-        for name, reason in failed.items():
-            progress.message(f"{name} failed: {reason}")
-        if not results:
-            raise ValueError(_nothing_to_compare(failed))
+
+    def describe(_: list[dict[str, Any]]) -> dict[str, Any]:
         full = contest.judge.row("full model", None, contest.planned.problem)
         if config.tasks:
             full["tasks"] = measure_tasks(contest.planned.loaded, config.tasks, config.limit, config.seed)
-        entries = [entry for job in jobs if job.name in results for entry in results[job.name]["entries"]]
-        about = {
+        return {
             "title": f"{config.model}: average widths {', '.join(config.budget_list())}",
             "tokens": contest.allowance.tokens,
             "seconds": contest.allowance.seconds,
             "full_model": full,
-            "failed": failed,
         }
-        rows, plots = write_comparison(run.folder, about, entries, progress)
-        return QuantizeComparison(rows, entries, failed, run.folder, plots)
 
-
-def _nothing_to_compare(failed: Mapping[str, str]) -> str:
-    """Every job that failed under its reason; many fail for the same."""
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in failed.items():
-        by_reason.setdefault(reason, []).append(name)
-    reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
-    return f"No search succeeded, so there is nothing to compare. {reasons}"
+    with open_run(config, config.folder()) as run:
+        contest.backend.on_progress = progress.stage("candidates")
+        contest.prepare()
+        return run_comparison(
+            run,
+            jobs,
+            (lambda _: contest) if config.workers == 1 else QuantizeContest,
+            config,
+            describe,
+            progress,
+            draw=draw_comparison,
+            workers=config.workers,
+            threads=config.threads,
+        )

@@ -5,23 +5,41 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rco.folders import write_json_atomic, write_text_atomic
-from rco.pipeline.compare_figures import draw_comparison
 from rco.pipeline.evaluate import headline
 from rco.pipeline.progress import Progress
 from rco.runs import environment
 
-__all__ = ["as_csv", "markdown", "summarise", "write_comparison"]
+__all__ = ["Draw", "as_csv", "markdown", "summarise", "table_columns", "write_comparison"]
+
+# Folder, rows, entries, what is said about all -> the pictures that were drawn.
+Draw = Callable[
+    [Path, Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], Mapping[str, Any]], list[Path]
+]
+_AMOUNTS = {"bits": "bits", "experts": "experts kept"}  # what entries have of, and what the column is called
 
 
 def write_comparison(
-    folder: Path, about: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], progress: Progress
+    folder: Path,
+    about: Mapping[str, Any],
+    entries: Sequence[Mapping[str, Any]],
+    progress: Progress,
+    draw: Draw,
 ) -> tuple[list[dict[str, Any]], list[Path]]:
-    """Write ``comparison.json``, ``.md``, ``.csv`` and the plots; return the table's rows and the plots."""
+    """Write ``comparison.json``, ``.md``, ``.csv`` and the plots; return the table's rows and the plots.
+
+    Args:
+        folder: Where to.
+        about: ``title``; ``tokens`` and ``seconds``, the allowance of each search (None: no limit);
+            ``full_model`` with its perplexity and, if measured, ``tasks``; ``failed``, name to reason.
+        entries: One per search.
+        progress: Is told if there can be no plots.
+        draw: Makes them.
+    """
     rows = summarise(entries, about["full_model"])
     write_json_atomic(
         folder / "comparison.json",
@@ -30,15 +48,17 @@ def write_comparison(
     for name, text in (("comparison.md", markdown(rows, about)), ("comparison.csv", as_csv(rows))):
         write_text_atomic(folder / name, text)
     try:
-        plots = draw_comparison(folder, rows, entries, about)
+        plots = draw(folder, rows, entries, about)
     except ImportError:
         progress.message("The plots are left out: they need matplotlib (pip install 'rco[plot]').")
         plots = []
     return rows, plots
 
 
-def summarise(entries: Sequence[Mapping[str, Any]], full: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row per budget and method, best first within a budget."""
+def summarise(
+    entries: Sequence[Mapping[str, Any]], full: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """A row per budget and method, best first within a budget; recovery where the full model was measured."""
     rows = []
     for budget in dict.fromkeys(entry["budget"] for entry in entries):
         mine = [entry for entry in entries if entry["budget"] == budget]
@@ -50,7 +70,7 @@ def summarise(entries: Sequence[Mapping[str, Any]], full: Mapping[str, Any]) -> 
     return rows
 
 
-def _row(entries: Sequence[Mapping[str, Any]], full: Mapping[str, Any]) -> dict[str, Any]:
+def _row(entries: Sequence[Mapping[str, Any]], full: Mapping[str, Any] | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "budget": entries[0]["budget"],
         "method": entries[0]["label"],
@@ -58,12 +78,14 @@ def _row(entries: Sequence[Mapping[str, Any]], full: Mapping[str, Any]) -> dict[
     }
     for key in ("kl", "perplexity"):
         row[key], row[f"{key}_std"] = _spread([entry[key] for entry in entries])
-    exact = sorted({entry["bits_exact"] for entry in entries})
-    row["bits"] = _spread([entry["bits"] for entry in entries])[0]
-    row["bits_exact"] = exact[0] if len(exact) == 1 else None
+    for key in (key for key in _AMOUNTS if key in entries[0]):
+        exact = {str(entry.get(f"{key}_exact", entry[key])) for entry in entries}
+        row[key] = _spread([entry[key] for entry in entries])[0]
+        row[f"{key}_exact"] = exact.pop() if len(exact) == 1 else None
     for key in ("tokens", "forward_tokens", "backward_tokens", "seconds"):
         row[key] = _spread([entry[key] for entry in entries])[0]
-    row["recovery"] = 100.0 * full["perplexity"] / row["perplexity"]
+    if full is not None:
+        row["recovery"] = 100.0 * full["perplexity"] / row["perplexity"]
     for domain in entries[0]["by_domain"]:
         for key in ("kl", "perplexity"):
             row[f"{key} {domain}"] = _spread([entry["by_domain"][domain][key] for entry in entries])[0]
@@ -72,7 +94,8 @@ def _row(entries: Sequence[Mapping[str, Any]], full: Mapping[str, Any]) -> dict[
         row[f"acc {task}"], row[f"acc {task} std"] = _spread(
             [entry["tasks"][task]["acc"] for entry in entries]
         )
-    whole = [(row[f"acc {task}"], headline(full.get("tasks", {}).get(task, {}))) for task in tasks]
+    known = (full or {}).get("tasks", {})
+    whole = [(row[f"acc {task}"], headline(known.get(task, {}))) for task in tasks]
     if whole and all(reference for _, reference in whole):
         row["recovery"] = statistics.fmean(
             100.0 * accuracy / reference for accuracy, reference in whole if reference
@@ -84,14 +107,39 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
+def table_columns(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Callable[[Mapping[str, Any]], str]]]:
+    """Heading of every column that people read, and how its cell is written."""
+
+    def plus_minus(key: str, digits: int) -> Callable[[Mapping[str, Any]], str]:
+        return lambda row: f"{row[key]:.{digits}f} ± {row[f'{key}_std']:.{digits}f}"
+
+    def amount(key: str) -> Callable[[Mapping[str, Any]], str]:
+        return lambda row: row[f"{key}_exact"] or f"{row[key]:.4f}"
+
+    def percent(key: str) -> Callable[[Mapping[str, Any]], str]:
+        return lambda row: f"{100 * row[key]:.1f}"
+
+    first = rows[0] if rows else {}
+    tasks = [key for key in first if key.startswith("acc ") and not key.endswith(" std")]
+    return [
+        ("method", lambda row: str(row["method"])),
+        ("KL to the full model", plus_minus("kl", 4)),
+        ("perplexity", plus_minus("perplexity", 3)),
+        *((name, amount(key)) for key, name in _AMOUNTS.items() if key in first),
+        *((task, percent(task)) for task in tasks),
+        ("tokens", lambda row: f"{row['tokens']:,.0f}"),
+        ("seconds", lambda row: f"{row['seconds']:.0f}"),
+        ("seeds", lambda row: str(row["seeds"])),
+    ]
+
+
 def markdown(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
     """The table for people."""
     limits = [
         f"{about['tokens']:,} tokens" if about["tokens"] else "",
         f"{about['seconds']:g} seconds" if about["seconds"] else "",
     ]
-    tasks = [key for key in (rows[0] if rows else {}) if key.startswith("acc ") and not key.endswith(" std")]
-    columns = ["method", "KL to the full model", "perplexity", "bits", *tasks, "tokens", "seconds", "seeds"]
+    columns = table_columns(rows)
     lines = [
         f"# {about['title']}",
         "",
@@ -105,21 +153,11 @@ def markdown(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str
             "",
             f"## {budget}",
             "",
-            f"| {' | '.join(columns)} |",
+            f"| {' | '.join(name for name, _ in columns)} |",
             "|---|" + "---:|" * (len(columns) - 1),
         ]
         for row in (row for row in rows if row["budget"] == budget):
-            cells = [
-                row["method"],
-                f"{row['kl']:.4f} ± {row['kl_std']:.4f}",
-                f"{row['perplexity']:.3f} ± {row['perplexity_std']:.3f}",
-                row["bits_exact"] or f"{row['bits']:.4f}",
-                *(f"{100 * row[task]:.1f}" for task in tasks),
-                f"{row['tokens']:,.0f}",
-                f"{row['seconds']:.0f}",
-                str(row["seeds"]),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(f"| {' | '.join(text(row) for _, text in columns)} |")
     if about["failed"]:
         lines += ["", "Not run:", ""]
         lines += [f"* {name}: {reason}" for name, reason in about["failed"].items()]

@@ -300,11 +300,14 @@ class ComparePruneConfig(PruneConfig):
         help="Tokens that every search may forward (a backward counts as two); default: what rco takes.",
         panel="Comparison",
     )
+    workers: int = setting(1, help="Processes that run searches at the same time.", panel="Machine")
+    threads: int = setting(1, help="Threads of each process.", panel="Machine")
 
     def identity(self) -> dict[str, Any]:
         """As for a run; more seeds or methods may be added to a comparison later."""
         described = super().identity()
-        for name in ("seeds", "methods", "format", "padded", "by_domain", "searcher", "seed"):
+        free = ("seeds", "methods", "format", "padded", "by_domain", "searcher", "seed", "workers", "threads")
+        for name in free:
             described.pop(name)
         return described
 
