@@ -233,9 +233,7 @@ def test_comparison_writes_its_tables_and_goes_on(capsys, tmp_path, model_folder
     assert written["environment"]["python"]
     assert {row["budget"] for row in rows} == {"5 of 16 experts pruned"}
     for row in rows:
-        assert row["recovery"] == pytest.approx(
-            100 * written["full_model"]["perplexity"] / row["perplexity"]
-        )
+        assert row["recovery"] == pytest.approx(100 * written["full_model"]["perplexity"] / row["perplexity"])
     assert all(entry["experts"] == 11 for entry in entries)
     assert all(e["tokens"] == e["forward_tokens"] + 2 * e["backward_tokens"] for e in entries)
     assert all(entry["tokens"] <= 2000 for entry in entries)
