@@ -2,7 +2,7 @@
 
 Each step draws Gumbel samples, makes every sample feasible with the exact knapsack, takes the straight-through
 gradient of the loss, and lets Adam walk on the budget manifold. After the last step the candidates (the final
-and the averaged logits, the options' average predicted cost, the best sample, the prior, the uniform assignment)
+and the averaged logits, what the options cost as measured, the best sample, the prior, the uniform assignment)
 are compared on batches that no gradient has used, and the winner is refined; see :mod:`rco.core.refine`.
 
 :class:`GumbelSearch` is that loop with one part left open, the walker, which moves the logits given a gradient.
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rco.core.evaluation import Evaluator
+from rco.core.measured import MeasuredLosses
 from rco.core.problem import AllocationProblem
 from rco.core.process import BudgetedSearch, Process, knapsack, sampled_choices
 from rco.core.refine import Candidates, SampleTracker, refine, spend
@@ -197,6 +198,11 @@ class GumbelProcess(Process):
         # What each option would cost, predicted at the samples of the last steps.
         self.prices = torch.zeros_like(self.average)
         self.averaged = 0
+        self.measured = (
+            MeasuredLosses(problem, evaluator.curvature)
+            if evaluator.curvature is not None and settings.curvature and problem.monotone
+            else None
+        )
         self.best = SampleTracker(evaluator.objective.num_batches)
         self.taken = 0
         self.tau = settings.tau[0]
@@ -259,6 +265,8 @@ class GumbelProcess(Process):
         losses = []
         # The order of the sums is fixed here, whoever has evaluated the samples.
         for j, (loss, gate_gradient) in enumerate(evaluated):
+            if self.measured is not None:
+                self.measured.see(choices[j], gate_gradient)
             bend = self.evaluator.bend(choices[j]) if settings.curvature else None
             if bend is not None:
                 gate_gradient = gate_gradient + bend
@@ -310,6 +318,9 @@ class GumbelProcess(Process):
             return
         if self.averaged:
             candidates.add_values("averaged", self._log_p(self.average / self.averaged))
+        if self.measured is not None:
+            candidates.add_values("measured", self.problem.log_allowed - self.measured.losses)
+        elif self.averaged:
             candidates.add_values("prices", self.problem.log_allowed - self.prices / self.averaged)
         if self.best.choices is not None:
             candidates.add("best sample", self.best.choices, final)
@@ -336,6 +347,7 @@ class GumbelProcess(Process):
             "average": self.average.clone(),
             "prices": self.prices.clone(),
             "averaged": self.averaged,
+            "measured": None if self.measured is None else self.measured.state(),
             "best": self.best.state(),
         }
 
@@ -348,6 +360,8 @@ class GumbelProcess(Process):
         self.walker.load_state_dict(state["walker"])
         self.average, self.prices = state["average"].clone(), state["prices"].clone()
         self.averaged = state["averaged"]
+        if self.measured is not None:
+            self.measured.load(state["measured"])
         self.best.load(state["best"])
 
 

@@ -32,6 +32,7 @@ Section = tuple[str, str, Markup]  # anchor, title, content
 _CANDIDATES = {
     "final": "knapsack of the last logits",
     "averaged": "knapsack of the logits averaged over the last steps",
+    "measured": "knapsack of what each option costs: sensitivities corrected by the search's gradients",
     "prices": "knapsack of what each option cost, predicted over the last steps",
     "best sample": "the sample with the lowest loss",
     "prior": "knapsack of the initial logits",
