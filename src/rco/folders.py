@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,10 +28,12 @@ __all__ = [
     "as_json",
     "atomic_path",
     "differences",
+    "disk_failure",
     "make_folder",
     "read_json",
     "sha256_of",
     "write_json_atomic",
+    "write_tensors_atomic",
     "write_text_atomic",
 ]
 
@@ -62,6 +65,18 @@ def write_error(path: Path, error: OSError) -> WriteError:
         errno.EEXIST: "choose a path that is not a file",
     }.get(error.errno or 0, "check the disk and the folder's permissions, or choose another folder")
     return WriteError(error.errno, f"Could not write {path}: {reason}. To go on, {remedy}.")
+
+
+def disk_failure(error: Exception) -> OSError | None:
+    """The failure of a disk that an exception is about, if it is about one.
+
+    Libraries written in Rust (safetensors, tokenizers) raise exceptions of their own and report the operating
+    system's error in words.
+    """
+    if isinstance(error, OSError):
+        return error
+    number = re.search(r"os error (\d+)", str(error))
+    return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
 
 
 def make_folder(folder: Path) -> Path:
@@ -102,6 +117,23 @@ def write_text_atomic(path: Path, text: str) -> None:
 def write_json_atomic(path: Path, value: Any) -> None:
     """Write one JSON document, whole or not at all."""
     write_text_atomic(path, json.dumps(value, indent=2, default=_encode) + "\n")
+
+
+def write_tensors_atomic(
+    path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file, whole or not at all."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with atomic_path(path) as temporary:
+        try:
+            save_file(dict(tensors), temporary, metadata=dict(metadata) if metadata else None)
+        except SafetensorError as error:
+            failure = disk_failure(error)
+            if failure is None:
+                raise WriteError(f"Could not write {path}: {error}.") from error
+            raise failure from error
 
 
 def read_json(path: Path) -> Any:

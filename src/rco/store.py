@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,21 +19,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rco.compressors.packing import PackedWeight
 from rco.folders import (
     FolderLock,
-    WriteError,
     as_json,
-    atomic_path,
     differences,
     make_folder,
     read_json,
     sha256_of,
     write_error,
     write_json_atomic,
+    write_tensors_atomic,
 )
 
 __all__ = ["CandidateStore", "StoreCorruptError", "StoreError", "StoreMismatchError"]
@@ -313,20 +310,11 @@ class CandidateStore:
 
     def _write_file(self, path: Path, index: int, tensors: dict[str, Tensor]) -> None:
         needed = sum(tensor.nbytes for tensor in tensors.values())
-        with atomic_path(path) as temporary:
-            free = shutil.disk_usage(self.folder).free
-            if needed > free:  # said before minutes are spent on finding out
-                reason = f"{os.strerror(errno.ENOSPC)} ({needed:,} bytes are needed, {free:,} are free)"
-                raise write_error(path, OSError(errno.ENOSPC, reason))
-            try:
-                save_file(tensors, temporary, metadata={"rco": self._stamp(index)})
-            except SafetensorError as error:
-                # The library reports failures of the disk in words; the number is among them.
-                number = re.search(r"os error (\d+)", str(error))
-                if number is None:
-                    raise WriteError(f"Could not write {path}: {error}.") from error
-                code = int(number[1])
-                raise write_error(path, OSError(code, os.strerror(code))) from error
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:  # said before minutes are spent on finding out
+            reason = f"{os.strerror(errno.ENOSPC)} ({needed:,} bytes are needed, {free:,} are free)"
+            raise write_error(path, OSError(errno.ENOSPC, reason))
+        write_tensors_atomic(path, tensors, {"rco": self._stamp(index)})
 
     # --- reading ---
 

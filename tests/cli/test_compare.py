@@ -2,15 +2,10 @@
 
 import csv
 import json
-import random
 
 import pytest
-import torch
-import transformers
 
 from rco import tables
-from rco.cli import main
-from rco.models.zoo import find_builtin
 from rco.pipeline.compare_configs import CompareQuantizeConfig
 from rco.pipeline.entrants import Allowance, Entrant
 
@@ -32,52 +27,14 @@ SMALL += [
 ]
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    """A random model that speaks the built-in tokenizer's language."""
-    folder = tmp_path_factory.mktemp("models") / "random-llama"
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=8192,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=64,
-        intermediate_size=16,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    source, _ = find_builtin("tiny-llama").locate()
-    transformers.AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    folder, words = tmp_path_factory.mktemp("text"), random.Random(0)
-    for name in ("one", "two"):
-        lines = [" ".join(words.choices("abcdefgh", k=12)) for _ in range(150)]
-        (folder / f"{name}.txt").write_text("\n\n".join(lines))
-    return f"{folder}/one.txt+{folder}/two.txt"
-
-
-def run(capsys, *arguments):
-    code = main([str(a) for a in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 def entries_of(folder):
     return json.loads((folder / "comparison.json").read_text())["entries"]
 
 
-def test_all_default_methods_at_equal_tokens_in_one_table(capsys, tmp_path, model_folder, texts):
+def test_all_default_methods_at_equal_tokens_in_one_table(run, tmp_path, random_llama, texts):
     out = tmp_path / "compared"
-    arguments = ["compare", "quantize", model_folder, "--bits=2.5", "--data", texts, "--out", out, *SMALL]
-    code, printed, told = run(capsys, *arguments, "--seeds=1", "--json")
+    arguments = ["compare", "quantize", random_llama, "--bits=2.5", "--data", texts, "--out", out, *SMALL]
+    code, printed, told = run(*arguments, "--seeds=1", "--json")
     assert code == 0, told
     outcome = json.loads(printed)
     methods = CompareQuantizeConfig(model="any").methods.split(",")
@@ -104,15 +61,15 @@ def test_all_default_methods_at_equal_tokens_in_one_table(capsys, tmp_path, mode
     assert {path.rsplit("/", 1)[-1] for path in outcome["plots"]} == {"tokens.svg", "recovery.svg"}
 
 
-def test_more_budgets_and_seeds_are_added_in_parallel_processes(capsys, tmp_path, model_folder, texts):
+def test_more_budgets_and_seeds_are_added_in_parallel_processes(run, tmp_path, random_llama, texts):
     out = tmp_path / "compared"
-    base = ["compare", "quantize", model_folder, "--data", texts, "--out", out, *SMALL]
+    base = ["compare", "quantize", random_llama, "--data", texts, "--out", out, *SMALL]
     base += ["--methods=rco,uniform,evopress+prior", "--no-curves"]
     sweep = ["--sweep=3"]
-    assert run(capsys, *base, "--bits=2.5", "--seeds=1")[0] == 0
+    assert run(*base, "--bits=2.5", "--seeds=1")[0] == 0
     before = entries_of(out)
     code, printed, told = run(
-        capsys, *base, *sweep, "--bits=2.5,3.0", "--seeds=2", "--workers=2", "--resume", "--json"
+        *base, *sweep, "--bits=2.5,3.0", "--seeds=2", "--workers=2", "--resume", "--json"
     )
     assert code == 0, told
     outcome = json.loads(printed)
@@ -130,15 +87,15 @@ def test_more_budgets_and_seeds_are_added_in_parallel_processes(capsys, tmp_path
     # A process of its own gives what this one gives.
     again = tmp_path / "again"
     base[base.index(out)] = again
-    assert run(capsys, *base, "--bits=3.0", "--seeds=1")[0] == 0
+    assert run(*base, "--bits=3.0", "--seeds=1")[0] == 0
     alone = next(entry for entry in entries_of(again) if entry["label"] == "rco")
     beside = next(e for e in after if (e["label"], e["seed"], e["budget"]) == ("rco", 0, "3.0"))
     assert alone["choices"] == beside["choices"]
     assert alone["kl"] == pytest.approx(beside["kl"], rel=1e-6)
 
 
-def test_bad_requests_are_refused_before_any_work(capsys, tmp_path, model_folder):
-    base = ["compare", "quantize", model_folder, "--out", tmp_path / "none", "--quiet"]
+def test_bad_requests_are_refused_before_any_work(run, tmp_path, random_llama):
+    base = ["compare", "quantize", random_llama, "--out", tmp_path / "none", "--quiet"]
     for arguments, words in (
         (["--bits=2.5", "--methods=rcoo"], "Did you mean rco"),
         (["--bits=2.5", "--methods=rco@2"], "share of the tokens"),
@@ -146,10 +103,10 @@ def test_bad_requests_are_refused_before_any_work(capsys, tmp_path, model_folder
         (["--methods=rco"], "one kind of budget"),
         (["--bits=2.5,1.5", "--methods=rco"], "must lie between"),
     ):
-        code, _, told = run(capsys, *base, *arguments)
+        code, _, told = run(*base, *arguments)
         assert code == 1
         assert words in told
-    code, printed, _ = run(capsys, *base, "--bits=2.5,3.0", "--methods=rco,uniform", "--seeds=2", "--dry-run")
+    code, printed, _ = run(*base, "--bits=2.5,3.0", "--methods=rco,uniform", "--seeds=2", "--dry-run")
     assert code == 0
     assert "would run 6 searches" in printed
     assert not (tmp_path / "none").exists()
@@ -181,12 +138,12 @@ def test_labels_say_who_has_the_prior():
     assert free == tables.load(tables.METHODS, "evopress", "method")(seed=1)
 
 
-def test_a_comparison_without_any_result_names_the_searches_and_why(capsys, tmp_path, model_folder, texts):
+def test_a_comparison_without_any_result_names_the_searches_and_why(run, tmp_path, random_llama, texts):
     few = [a for a in SMALL if not a.startswith("--allowance")] + [f"--allowance=tokens={LENGTH}"]
     arguments = [
         "compare",
         "quantize",
-        model_folder,
+        random_llama,
         "--bits=2.5",
         "--data",
         texts,
@@ -194,9 +151,7 @@ def test_a_comparison_without_any_result_names_the_searches_and_why(capsys, tmp_
         tmp_path / "run",
         *few,
     ]
-    code, _, told = run(
-        capsys, *arguments, "--seeds=1", "--methods=rco,evopress", "--method=rtn", "--clip=minmax"
-    )
+    code, _, told = run(*arguments, "--seeds=1", "--methods=rco,evopress", "--method=rtn", "--clip=minmax")
     assert code == 1
     assert "No search succeeded" in told
     assert "rco" in told

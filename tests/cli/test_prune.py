@@ -1,63 +1,18 @@
 """``rco prune`` and ``rco compare prune`` from the command line, on a tiny random model."""
 
 import json
-import random
 
 import pytest
 import torch
 import transformers
 
 import rco
-from rco.cli import main
 from rco.models.loading import load_model
 from rco.models.moe import moe_layers
-from rco.models.zoo import find_builtin
 from rco.runs import RunDirectory
 
 SMALL = ["--sequences=6", "--selection=2", "--evaluation=4", "--length=16", "--steps=4", "--samples=2"]
 SMALL += ["--refine=2", "--quiet"]
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    """A random mixture of experts that speaks the built-in tokenizer's language."""
-    folder = tmp_path_factory.mktemp("models") / "random-moe"
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=8192,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=64,
-        intermediate_size=16,
-        moe_intermediate_size=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-    )
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    source, _ = find_builtin("tiny-moe").locate()
-    transformers.AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    folder, words = tmp_path_factory.mktemp("text"), random.Random(0)
-    for name in ("one", "two"):
-        lines = [" ".join(words.choices("abcdefgh", k=12)) for _ in range(150)]
-        (folder / f"{name}.txt").write_text("\n\n".join(lines))
-    return f"{folder}/one.txt+{folder}/two.txt"
-
-
-def run(capsys, *arguments):
-    code = main([str(a) for a in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def logits(loaded):
@@ -67,12 +22,11 @@ def logits(loaded):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_from_a_model_to_a_checkpoint_that_loads(capsys, tmp_path, model_folder, texts):
+def test_from_a_model_to_a_checkpoint_that_loads(run, tmp_path, random_moe, texts):
     out = tmp_path / "run"
     code, printed, _ = run(
-        capsys,
         "prune",
-        model_folder,
+        random_moe,
         "--experts=5",
         "--data",
         texts,
@@ -99,10 +53,10 @@ def test_from_a_model_to_a_checkpoint_that_loads(capsys, tmp_path, model_folder,
     assert (out / "report.html").stat().st_size > 10_000
 
     again = tmp_path / "again"
-    assert run(capsys, "export", out, "--format", "pruned", "--out", again)[0] == 0
+    assert run("export", out, "--format", "pruned", "--out", again)[0] == 0
     for path in (out / "model").iterdir():
         assert (again / path.name).read_bytes() == path.read_bytes(), path.name
-    code, _, told_why = run(capsys, "export", out, "--format", "dense", "--out", tmp_path / "dense")
+    code, _, told_why = run("export", out, "--format", "dense", "--out", tmp_path / "dense")
     assert code == 1
     assert "pruned or pruned-padded" in told_why
 
@@ -112,7 +66,7 @@ def test_from_a_model_to_a_checkpoint_that_loads(capsys, tmp_path, model_folder,
     # The checkpoint computes what the mask computes on the full model.
     from rco.models.moe_gates import expert_gates
 
-    full = load_model(model_folder)
+    full = load_model(random_moe)
     keep = torch.zeros(16)
     for layer in layers:
         keep[[8 * layer["layer"] + expert for expert in layer["kept"]]] = 1
@@ -122,10 +76,10 @@ def test_from_a_model_to_a_checkpoint_that_loads(capsys, tmp_path, model_folder,
     torch.testing.assert_close(logits(pruned), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_same_number_everywhere_is_a_stock_checkpoint(capsys, tmp_path, model_folder, texts):
+def test_the_same_number_everywhere_is_a_stock_checkpoint(run, tmp_path, random_moe, texts):
     out = tmp_path / "run"
     code, printed, _ = run(
-        capsys, "prune", model_folder, "--experts=0.25", "--uniform", "--data", texts, "--out", out, *SMALL
+        "prune", random_moe, "--experts=0.25", "--uniform", "--data", texts, "--out", out, *SMALL
     )
     assert code == 0
     assert "4 of 16 experts pruned" in printed
@@ -135,9 +89,9 @@ def test_the_same_number_everywhere_is_a_stock_checkpoint(capsys, tmp_path, mode
     assert [layer.num_experts for layer in moe_layers(stock)] == [6, 6]
 
 
-def test_a_stopped_run_continues_to_the_same_result(capsys, tmp_path, model_folder, texts, monkeypatch):
-    arguments = ["prune", model_folder, "--experts=5", "--data", texts, "--format=none", *SMALL]
-    assert run(capsys, *arguments, "--out", tmp_path / "whole")[0] == 0
+def test_a_stopped_run_continues_to_the_same_result(run, tmp_path, random_moe, texts, monkeypatch):
+    arguments = ["prune", random_moe, "--experts=5", "--data", texts, "--format=none", *SMALL]
+    assert run(*arguments, "--out", tmp_path / "whole")[0] == 0
     save, saved = RunDirectory.save_checkpoint, []
 
     def interrupt(self, step, state, **rest):
@@ -147,18 +101,18 @@ def test_a_stopped_run_continues_to_the_same_result(capsys, tmp_path, model_fold
             raise KeyboardInterrupt
 
     monkeypatch.setattr(RunDirectory, "save_checkpoint", interrupt)
-    code, _, told = run(capsys, *arguments, "--out", tmp_path / "parts")
+    code, _, told = run(*arguments, "--out", tmp_path / "parts")
     assert code == 130
     assert "--resume" in told
     monkeypatch.setattr(RunDirectory, "save_checkpoint", save)
-    assert run(capsys, *arguments, "--out", tmp_path / "parts")[0] == 1  # not without --resume
-    assert run(capsys, *arguments, "--out", tmp_path / "parts", "--resume")[0] == 0
+    assert run(*arguments, "--out", tmp_path / "parts")[0] == 1  # not without --resume
+    assert run(*arguments, "--out", tmp_path / "parts", "--resume")[0] == 0
     whole, parts = RunDirectory.open(tmp_path / "whole"), RunDirectory.open(tmp_path / "parts")
     assert parts.result.allocation == whole.result.allocation
     assert [r["loss"] for r in parts.history()] == [r["loss"] for r in whole.history()]
     # Finished, it is read, not searched again; other settings are refused.
-    assert run(capsys, *arguments, "--out", tmp_path / "parts", "--resume")[0] == 0
-    code, _, told = run(capsys, *arguments, "--lr=0.5", "--out", tmp_path / "parts", "--resume")
+    assert run(*arguments, "--out", tmp_path / "parts", "--resume")[0] == 0
+    code, _, told = run(*arguments, "--lr=0.5", "--out", tmp_path / "parts", "--resume")
     assert code == 1
     assert "another configuration" in told
 
@@ -176,50 +130,50 @@ def test_a_stopped_run_continues_to_the_same_result(capsys, tmp_path, model_fold
         (["--experts=2", "--searcher=rcoo"], "Did you mean rco"),
     ],
 )
-def test_bad_input_says_what_is_wrong_and_leaves_nothing(capsys, tmp_path, model_folder, arguments, words):
-    code, printed, told = run(capsys, "prune", model_folder, *arguments, "--out", tmp_path / "run")
+def test_bad_input_says_what_is_wrong_and_leaves_nothing(run, tmp_path, random_moe, arguments, words):
+    code, printed, told = run("prune", random_moe, *arguments, "--out", tmp_path / "run")
     assert code == 1
     assert words in told
     assert not printed
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dense_model_is_an_error(capsys, tmp_path):
-    code, _, told = run(capsys, "prune", "tiny-llama", "--experts=0.25", "--out", tmp_path / "run")
+def test_a_dense_model_is_an_error(run, tmp_path):
+    code, _, told = run("prune", "tiny-llama", "--experts=0.25", "--out", tmp_path / "run")
     assert code == 1
     assert "no known mixture-of-experts layout" in told
 
 
-def test_a_mask_of_another_model_is_an_error(capsys, tmp_path, model_folder, texts):
+def test_a_mask_of_another_model_is_an_error(run, tmp_path, random_moe, texts):
     out = tmp_path / "run"
-    arguments = ["prune", model_folder, "--experts=5", "--data", texts, "--format=none", "--out", out, *SMALL]
-    assert run(capsys, *arguments)[0] == 0
+    arguments = ["prune", random_moe, "--experts=5", "--data", texts, "--format=none", "--out", out, *SMALL]
+    assert run(*arguments)[0] == 0
     told = json.loads((out / "allocation.json").read_text())
     told["allocation"]["choices"] = told["allocation"]["choices"][:-1]
     told["allocation"]["groups"] = told["allocation"]["groups"][:-1]
     (out / "allocation.json").write_text(json.dumps(told))
-    code, _, error = run(capsys, *arguments, "--resume")
+    code, _, error = run(*arguments, "--resume")
     assert code == 1
     assert "made for another model" in error
 
 
-def test_dry_run_prints_the_plan_and_writes_nothing(capsys, tmp_path, model_folder):
-    arguments = ["prune", model_folder, "--experts=0.3", "--out", tmp_path / "run", "--dry-run"]
-    code, printed, _ = run(capsys, *arguments, "--json")
+def test_dry_run_prints_the_plan_and_writes_nothing(run, tmp_path, random_moe):
+    arguments = ["prune", random_moe, "--experts=0.3", "--out", tmp_path / "run", "--dry-run"]
+    code, printed, _ = run(*arguments, "--json")
     plan = json.loads(printed)
     assert code == 0
     assert (plan["experts"], plan["prunes"], plan["keeps"]) == (16, 4, 12)
-    code, printed, _ = run(capsys, *arguments)
+    code, printed, _ = run(*arguments)
     assert "4 pruned, 12 kept" in printed
     assert not (tmp_path / "run").exists()
 
 
-def test_comparison_writes_its_tables_and_goes_on(capsys, tmp_path, model_folder, texts):
+def test_comparison_writes_its_tables_and_goes_on(run, tmp_path, random_moe, texts):
     out = tmp_path / "compared"
-    arguments = ["compare", "prune", model_folder, "--experts=5", "--data", texts, "--out", out, *SMALL]
+    arguments = ["compare", "prune", random_moe, "--experts=5", "--data", texts, "--out", out, *SMALL]
     arguments += ["--tokens=2000"]
     methods = "rco,rco@0.5,evoesap,greedy,reap,frequency-global,random-pick"
-    code, printed, _ = run(capsys, *arguments, "--seeds=1", "--methods", methods, "--json")
+    code, printed, _ = run(*arguments, "--seeds=1", "--methods", methods, "--json")
     assert code == 0
     outcome = json.loads(printed)
     rows = outcome["rows"]
@@ -242,12 +196,12 @@ def test_comparison_writes_its_tables_and_goes_on(capsys, tmp_path, model_folder
     assert (out / "comparison.csv").read_text().count("\n") == len(rows) + 1
     # A second seed adds to what is there, in processes of its own.
     more = [*arguments, "--seeds=2", "--methods", methods, "--workers=2", "--resume"]
-    code, printed, told = run(capsys, *more, "--json")
+    code, printed, told = run(*more, "--json")
     assert code == 0, told
     assert {row["seeds"] for row in json.loads(printed)["rows"]} == {2}
     again = json.loads((out / "comparison.json").read_text())["entries"]
     assert again[: len(entries)] == entries
     for bad, words in (("rcoo", "Did you mean"), ("rco@2", "share of the tokens"), ("rco,rco", "twice")):
-        code, _, told = run(capsys, *arguments, "--methods", bad, "--resume")
+        code, _, told = run(*arguments, "--methods", bad, "--resume")
         assert code == 1
         assert words in told

@@ -1,12 +1,7 @@
 """``rco quantize`` from the command line: one small run end to end, resume, budgets, errors."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
+import re
 
 import pytest
 import torch
@@ -17,12 +12,6 @@ QUICK = [
     "--sequences", "4", "--sensitivity", "2", "--selection", "2", "--evaluation", "2", "--length", "64",
     "--steps", "3", "--samples", "2", "--refine", "2", "--widths", "2,3,8", "--sweeps", "0", "--quiet",
 ]  # fmt: skip
-
-
-def run(capsys, *arguments):
-    code = main(list(arguments))
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.fixture(scope="module")
@@ -67,42 +56,38 @@ def test_the_checkpoint_gives_the_evaluated_logits(finished):
         assert torch.equal(decoded, info.module.weight), info.name
 
 
-def test_a_second_run_in_the_same_folder_needs_resume(finished, capsys):
-    code, _, err = run(capsys, "quantize", "tiny-llama", "--bits", "2.5", "--out", str(finished), *QUICK)
+def test_a_second_run_in_the_same_folder_needs_resume(finished, run):
+    code, _, err = run("quantize", "tiny-llama", "--bits", "2.5", "--out", str(finished), *QUICK)
     assert code == 1
     assert "--resume" in err
     before = (finished / "allocation.json").read_bytes()
-    code, _, _ = run(
-        capsys, "quantize", "tiny-llama", "--bits", "2.5", "--out", str(finished), *QUICK, "--resume"
-    )
+    code, _, _ = run("quantize", "tiny-llama", "--bits", "2.5", "--out", str(finished), *QUICK, "--resume")
     assert code == 0
     assert (finished / "allocation.json").read_bytes() == before
-    code, _, err = run(
-        capsys, "quantize", "tiny-llama", "--bits", "2.6", "--out", str(finished), *QUICK, "--resume"
-    )
+    code, _, err = run("quantize", "tiny-llama", "--bits", "2.6", "--out", str(finished), *QUICK, "--resume")
     assert code == 1
     assert "another configuration" in err
 
 
-def test_evaluate_and_report_read_a_run(finished, tmp_path, capsys):
+def test_evaluate_and_report_read_a_run(finished, tmp_path, run):
     quick = ["--sequences", "2", "--length", "64", "--json"]
-    code, out, _ = run(capsys, "evaluate", str(finished), "--reference", "tiny-llama", *quick)
+    code, out, _ = run("evaluate", str(finished), "--reference", "tiny-llama", *quick)
     assert code == 0
     rows = json.loads(out)
     assert rows[1]["kl"]["kl"] > 0
     assert rows[0]["bytes"] > rows[1]["bytes"]
-    code, out, _ = run(capsys, "report", str(finished), "--out", str(tmp_path / "page.html"))
+    code, out, _ = run("report", str(finished), "--out", str(tmp_path / "page.html"))
     assert code == 0
     assert (tmp_path / "page.html").stat().st_size > 1000
 
 
-def test_export_writes_the_same_weights_in_another_format(finished, tmp_path, capsys):
+def test_export_writes_the_same_weights_in_another_format(finished, tmp_path, run):
     """The dense export holds, tensor by tensor, what the packed checkpoint decodes to."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     dense = tmp_path / "dense"
-    code, out, _ = run(capsys, "export", str(finished), "--format", "dense", "--out", str(dense), "--json")
+    code, out, _ = run("export", str(finished), "--format", "dense", "--out", str(dense), "--json")
     assert code == 0
     assert json.loads(out)["path"] == str(dense)
     packed = AutoModelForCausalLM.from_pretrained(finished / "model")
@@ -113,29 +98,28 @@ def test_export_writes_the_same_weights_in_another_format(finished, tmp_path, ca
     for name, tensor in plain.items():
         assert torch.equal(tensor, decoded[name]), name
     recipe = tmp_path / "recipe"
-    code, out, _ = run(capsys, "export", str(finished), "--format", "gptqmodel", "--out", str(recipe))
+    code, out, _ = run("export", str(finished), "--format", "gptqmodel", "--out", str(recipe))
     assert code == 0
     assert str(recipe) in out
     assert (recipe / "README.md").is_file()
     again = tmp_path / "again"
-    assert main(["export", str(finished), "--out", str(again)]) == 0
-    capsys.readouterr()
+    assert run("export", finished, "--out", again)[0] == 0
     files = {path.name for path in again.iterdir()}
     assert files == {path.name for path in (finished / "model").iterdir()}
     for name in files:
         assert (again / name).read_bytes() == (finished / "model" / name).read_bytes(), name
-    code, _, err = run(capsys, "export", str(finished), "--out", str(again))
+    code, _, err = run("export", str(finished), "--out", str(again))
     assert code == 1
     assert "not empty" in err
 
 
-def test_export_refuses_what_it_cannot_stand_for(finished, tmp_path, capsys):
+def test_export_refuses_what_it_cannot_stand_for(finished, tmp_path, run):
     import shutil
 
-    code, _, err = run(capsys, "export", str(finished), "--format", "pruned", "--out", str(tmp_path / "x"))
+    code, _, err = run("export", str(finished), "--format", "pruned", "--out", str(tmp_path / "x"))
     assert code == 1
     assert "compressed-tensors or dense" in err
-    code, _, err = run(capsys, "export", str(tmp_path))
+    code, _, err = run("export", str(tmp_path))
     assert code == 1
     assert "holds no run" in err
     other = tmp_path / "copy"
@@ -146,19 +130,19 @@ def test_export_refuses_what_it_cannot_stand_for(finished, tmp_path, capsys):
         ({"model": {**metrics["model"], "fingerprint": "0" * 64}}, "weights have changed"),
     ):
         (other / "metrics.json").write_text(json.dumps({**metrics, **changed}))
-        code, _, err = run(capsys, "export", str(other), "--out", str(tmp_path / "x"))
+        code, _, err = run("export", str(other), "--out", str(tmp_path / "x"))
         assert code == 1
         assert message in err
     (other / "allocation.json").unlink()
-    code, _, err = run(capsys, "export", str(other), "--out", str(tmp_path / "x"))
+    code, _, err = run("export", str(other), "--out", str(tmp_path / "x"))
     assert code == 1
     assert "--resume" in err
     assert not (tmp_path / "x").exists()
 
 
-def test_dry_run_says_range_and_estimates(capsys, tmp_path):
+def test_dry_run_says_range_and_estimates(run, tmp_path):
     code, out, _ = run(
-        capsys, "quantize", "tiny-llama", "--size", "6MB", "--dry-run", "--json", "--out", str(tmp_path / "x")
+        "quantize", "tiny-llama", "--size", "6MB", "--dry-run", "--json", "--out", str(tmp_path / "x")
     )  # fmt: skip
     assert code == 0
     described = json.loads(out)
@@ -180,85 +164,42 @@ def test_dry_run_says_range_and_estimates(capsys, tmp_path):
         (["--bits", "3", "--group-size", "48"], "48"),
     ],
 )
-def test_mistakes_are_said_in_a_line(capsys, tmp_path, arguments, message):
-    code, _, err = run(capsys, "quantize", "tiny-llama", *arguments, "--out", str(tmp_path / "run"), *QUICK)
+def test_mistakes_are_said_in_a_line(run, tmp_path, arguments, message):
+    code, _, err = run("quantize", "tiny-llama", *arguments, "--out", str(tmp_path / "run"), *QUICK)
     assert code == 1
     assert message in err
     assert "Traceback" not in err
 
 
-def test_text_that_is_too_short(capsys, tmp_path):
+def test_text_that_is_too_short(run, tmp_path):
     file = tmp_path / "short.txt"
     file.write_text("Not much to see.")
     code, _, err = run(
-        capsys, "quantize", "tiny-llama", "--bits", "3", "--data", str(file), "--out", str(tmp_path / "run"), *QUICK
+        "quantize", "tiny-llama", "--bits", "3", "--data", str(file), "--out", str(tmp_path / "run"), *QUICK
     )  # fmt: skip
     assert code == 1
     assert "token" in err
     assert not (tmp_path / "run").exists()
 
 
-def test_candidates_of_another_setting_are_refused_before_there_is_a_run(finished, tmp_path, capsys):
+def test_candidates_of_another_setting_are_refused_before_there_is_a_run(finished, tmp_path, run):
     arguments = ["quantize", "tiny-llama", "--bits", "3", "--out", str(tmp_path / "run"), *QUICK]
-    code, _, err = run(capsys, *arguments, "--damp", "0.1", "--store", str(finished / "candidates"))
+    code, _, err = run(*arguments, "--damp", "0.1", "--store", str(finished / "candidates"))
     assert code == 1
     assert "identity.damp: was 0.01, now 0.1" in err
     assert "--overwrite-store" in err
     assert not (tmp_path / "run").exists()
 
 
-def _start(folder, *extra):
-    command = [sys.executable, "-m", "rco", "quantize", "tiny-llama", "--bits", "2.5", "--out", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, *QUICK, *extra],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        # Whoever runs the tests may ignore it, and children would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+def test_progress_shows_where_the_search_stands(run, tmp_path, random_llama, texts):
+    """Loss, expected cost as the user counts it, entropy, decided groups, time left."""
+    base = ["quantize", random_llama, "--data", texts, "--out", tmp_path / "run", *QUICK, "--method=rtn"]
+    code, _, err = run(
+        *[argument for argument in base if argument != "--quiet"], "--bits=3", "--group-size=8"
     )
-
-
-def _finish(process):
-    _, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err.decode()
-
-
-@pytest.mark.slow
-def test_interrupted_it_says_how_to_go_on_and_does(tmp_path):
-    _finish(_start(tmp_path / "whole"))
-    folder = tmp_path / "stopped"
-    process = _start(folder)
-    while not (folder / "candidates" / "block_0002.safetensors").exists():
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert f"--out {folder}" in err.decode()
-    assert err.decode().strip().endswith("--resume")
-    assert not (folder / "allocation.json").exists()
-    _finish(_start(folder, "--resume"))
-    expected, got = (
-        json.loads((tmp_path / name / "allocation.json").read_text())["allocation"]
-        for name in ("whole", "stopped")
-    )
-    assert got == expected
-
-
-@pytest.mark.slow
-def test_killed_anywhere_and_resumed_gives_the_same_allocation(tmp_path):
-    began = time.monotonic()
-    _finish(_start(tmp_path / "whole"))
-    seconds = time.monotonic() - began
-    expected = json.loads((tmp_path / "whole" / "allocation.json").read_text())["allocation"]
-    for number, share in enumerate((0.35, 0.5, 0.6, 0.7, 0.8, 0.9)):
-        folder = tmp_path / f"killed{number}"
-        process = _start(folder)
-        time.sleep(share * seconds)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        _finish(_start(folder, "--resume"))
-        assert json.loads((folder / "allocation.json").read_text())["allocation"] == expected
-        assert not list(Path(folder).rglob("*.tmp*"))
+    assert code == 0
+    lines = [line for line in err.splitlines() if line.startswith("search: ")]
+    step = r"search: \d/3, loss [\d.e-]+, 3\.0000 bits, entropy [\d.]+, \d+ decided, tau [\d.]+"
+    assert len(lines) == 3
+    assert re.fullmatch(rf"{step}, about \d+ s left", lines[0])
+    assert re.fullmatch(step, lines[-1])

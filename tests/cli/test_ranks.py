@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -12,49 +11,32 @@ from pathlib import Path
 import pytest
 import rank_jobs
 import torch
-import transformers
 from ranks import results, start_ranks
 
-from rco.models.zoo import find_builtin
 from rco.store import CandidateStore
 
 SMALL = ["--sequences=4", "--selection=2", "--evaluation=2", "--length=16", "--steps=3", "--samples=3"]
 SMALL += ["--refine=2", "--json"]
-SIZES = {
-    "vocab_size": 8192, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "intermediate_size": 16,
-    "tie_word_embeddings": True, "initializer_range": 0.3,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two random models that speak the built-in tokenizer's language, and some text."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.manual_seed(0)
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-    experts = {"moe_intermediate_size": 8, "num_experts": 8, "num_experts_per_tok": 2}
-    moe = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **experts))
-    source, _ = find_builtin("tiny-moe").locate()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    for name, model in (("llama", llama), ("moe", moe)):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    words = random.Random(0)
-    text = (
-        " ".join(words.choices(["of", "the", "river", "stone", "and", "light"], k=60)) for _ in range(120)
-    )
-    (folder / "text.txt").write_text("\n\n".join(text))
-    return folder
+    """Where the runs of this file go."""
+    return tmp_path_factory.mktemp("ranks")
 
 
-def job(folder, kind):
-    model = {"quantize": "llama", "prune": "moe"}[kind]
-    budget = {
-        "quantize": ["--bits", "3", "--widths", "2,3,4", "--group-size", "0", "--sensitivity", "3"],
-        "prune": ["--experts", "0.25"],
-    }[kind]
-    return [kind, str(folder / model), *budget, "--data", str(folder / "text.txt"), *SMALL]
+@pytest.fixture(scope="module")
+def job(random_llama, random_moe, texts):
+    """The arguments of a command that quantizes or prunes."""
+
+    def arguments(kind):
+        own = {
+            "quantize": [random_llama, "--bits=3", "--widths=2,3,4", "--group-size=0", "--sensitivity=3"],
+            "prune": [random_moe, "--experts=0.25"],
+        }[kind]
+        return [kind, *map(str, own), "--data", texts, *SMALL]
+
+    return arguments
 
 
 def outcome(run):
@@ -67,22 +49,20 @@ def outcome(run):
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
+def alone(folder, job):
     """The same jobs by one process."""
     runs = {}
     for kind in ("quantize", "prune"):
-        code, _, err = rank_jobs.command([*job(folder, kind), "--out", str(folder / f"{kind}-alone")])
+        code, _, err = rank_jobs.command([*job(kind), "--out", str(folder / f"{kind}-alone")])
         assert code == 0, err
         runs[kind] = outcome(folder / f"{kind}-alone")
     return runs
 
 
 @pytest.mark.parametrize("kind", ["quantize", "prune"])
-def test_two_ranks_give_the_same_run(folder, alone, kind):
+def test_two_ranks_give_the_same_run(folder, job, alone, kind):
     run = folder / f"{kind}-2"
-    (code, out, _), helper = results(
-        start_ranks(2, rank_jobs.command, [*job(folder, kind), "--out", str(run)])
-    )
+    (code, out, _), helper = results(start_ranks(2, rank_jobs.command, [*job(kind), "--out", str(run)]))
     assert code == 0
     assert json.loads(out)["folder"] == str(run)
     assert helper == (0, "", "")  # it writes and prints nothing
@@ -92,9 +72,9 @@ def test_two_ranks_give_the_same_run(folder, alone, kind):
         assert stores[0].manifest == stores[1].manifest
 
 
-def test_a_death_leaves_a_run_that_one_process_can_finish(folder, alone):
+def test_a_death_leaves_a_run_that_one_process_can_finish(folder, job, alone):
     run = folder / "quantize-killed"
-    arguments = [*job(folder, "quantize"), "--out", str(run)]
+    arguments = [*job("quantize"), "--out", str(run)]
     found = start_ranks(2, rank_jobs.command, arguments, 1)
     code, out, err = found[0][0]
     assert 1 not in found
@@ -121,8 +101,8 @@ def test_a_death_leaves_a_run_that_one_process_can_finish(folder, alone):
         ),
     ],
 )
-def test_mistakes_are_said_in_a_line(folder, tmp_path, arguments, message):
-    code, _, err = rank_jobs.command([*job(folder, "prune"), *arguments, "--out", str(tmp_path / "run")])
+def test_mistakes_are_said_in_a_line(job, tmp_path, arguments, message):
+    code, _, err = rank_jobs.command([*job("prune"), *arguments, "--out", str(tmp_path / "run")])
     assert code == 1
     assert message in err
     assert len(err.splitlines()) == 1
@@ -142,9 +122,9 @@ def torchrun(count, arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["quantize", "prune"])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_torchrun(folder, alone, kind, count):
+def test_torchrun(folder, job, alone, kind, count):
     run = folder / f"{kind}-torchrun-{count}"
-    process = torchrun(count, [*job(folder, kind), "--out", str(run)])
+    process = torchrun(count, [*job(kind), "--out", str(run)])
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     assert json.loads(out)["folder"] == str(run)
@@ -162,9 +142,9 @@ def process_of_rank(parent, rank):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_torchrun_ends_when_a_rank_is_killed(folder, rank):
+def test_torchrun_ends_when_a_rank_is_killed(folder, job, rank):
     run = folder / f"torchrun-killed-{rank}"
-    arguments = [*job(folder, "quantize"), "--steps=60", "--out", str(run)]
+    arguments = [*job("quantize"), "--steps=60", "--out", str(run)]
     process = torchrun(2, arguments)
     deadline = time.monotonic() + 300
     while not list(run.glob("checkpoints/*.pt")):
@@ -182,6 +162,6 @@ def test_torchrun_ends_when_a_rank_is_killed(folder, rank):
     assert process.returncode == 0, err
     whole = folder / "sixty"
     if not whole.exists():
-        code, _, err = rank_jobs.command([*job(folder, "quantize"), "--steps=60", "--out", str(whole)])
+        code, _, err = rank_jobs.command([*job("quantize"), "--steps=60", "--out", str(whole)])
         assert code == 0, err
     assert outcome(run) == outcome(whole)

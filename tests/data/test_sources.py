@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import types
 
 import pytest
@@ -201,3 +202,13 @@ def test_hub_without_datasets_or_network(monkeypatch):
         DataError, match=r"allenai/c4\) cannot be fetched from the Hub \(no connection\): check"
     ):
         texts("c4", "calibration")
+
+
+def test_a_hub_out_of_reach_is_said_at_once(monkeypatch):
+    """Not after half a minute of retries."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=None))
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"Salesforce/wikitext\) cannot be fetched from the Hub"):
+        texts("wikitext2", "calibration")
+    assert time.monotonic() - began < 10

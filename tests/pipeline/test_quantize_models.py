@@ -6,13 +6,12 @@ from fractions import Fraction
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from rco.cli import main
 from rco.models.loading import load_model
 from rco.models.precision import computing_in
-from rco.models.tiny import tiny_model
-from rco.models.zoo import find_builtin
+from rco.models.tiny import save_tiny
 from rco.pipeline.configs import ExportConfig
 from rco.pipeline.export import plan_export
 
@@ -20,14 +19,7 @@ QUICK = [
     "--sequences=4", "--sensitivity=2", "--selection=2", "--evaluation=2", "--length=32", "--steps=2",
     "--samples=2", "--refine=1", "--widths=2,4,8", "--sweeps=1", "--group-size=16", "--quiet",
 ]  # fmt: skip
-
-
-def write_model(folder, model_type, dtype=torch.float32, shard="5GB", **changes):
-    model = tiny_model(model_type, dtype=dtype, vocab_size=8192, num_hidden_layers=2, **changes)
-    model.save_pretrained(folder, max_shard_size=shard)
-    source, _ = find_builtin("tiny-llama").locate()
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    return folder
+SMALL = {"num_hidden_layers": 2, "dtype": torch.float32}
 
 
 def check_logits(run, ids):
@@ -53,7 +45,7 @@ CASES = [
     pytest.param("gpt2", {}, ["--format=dense", "--bits=3"], id="gpt2"),
     pytest.param(
         "gemma2",
-        {"dtype": torch.bfloat16, "shard": "300KB"},
+        {"dtype": torch.bfloat16, "max_shard_size": "300KB"},
         ["--serve=vllm", "--bits=3.5"],
         id="gemma2-bf16-shards-vllm",
     ),
@@ -69,7 +61,7 @@ CASES = [
             "olmo": {},
             "olmo2": {"dtype": torch.bfloat16},
             "gpt_neox": {},
-            "granite": {"shard": "200KB"},
+            "granite": {"max_shard_size": "200KB"},
         }.items()
     ),
     pytest.param(
@@ -99,7 +91,7 @@ CASES = [
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("model_type", "changes", "arguments"), CASES)
 def test_from_a_folder_to_the_same_logits(tmp_path, model_type, changes, arguments):
-    folder = write_model(tmp_path / "model", model_type, **changes)
+    folder = save_tiny(model_type, tmp_path / "model", **{**SMALL, **changes})
     out = tmp_path / "run"
     assert main(["quantize", str(folder), "--out", str(out), *QUICK, *arguments]) == 0
     metrics = json.loads((out / "metrics.json").read_text())
@@ -113,7 +105,7 @@ def test_from_a_folder_to_the_same_logits(tmp_path, model_type, changes, argumen
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_size_is_the_size_of_the_files(tmp_path):
     """What is written never takes more bytes than asked, and most of what was asked is used."""
-    folder = write_model(tmp_path / "model", "llama", dtype=torch.bfloat16)
+    folder = save_tiny("llama", tmp_path / "model", num_hidden_layers=2)
     lowest, highest = (int(end.split()[0].replace(",", "")) for end in _range(folder))
     for share in (0.1, 0.45, 0.9):
         asked = round(lowest + share * (highest - lowest))

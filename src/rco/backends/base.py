@@ -84,3 +84,7 @@ class Backend(ABC):
     @abstractmethod
     def amounts(self, allocation: Allocation | None) -> dict[str, float]:
         """What tables show of an allocation beside its quality, e.g. ``{"bits": 2.5}``; None: the full model."""
+
+    def describe_cost(self, kind: str, units: float) -> str:
+        """A cost of the problem as the user counts it, e.g. ``2.5 bits``; ``kind`` is that of the budget."""
+        return f"{units:,.0f} units"

@@ -180,6 +180,12 @@ class BitCosts:
         """A budget as the user writes it, in the units of the matrix."""
         return amount - self.fixed if self.kind == "size" else amount * self.parameters
 
+    def describe(self, units: float) -> str:
+        """Units of the matrix as the user counts them."""
+        if self.kind == "size":
+            return f"{units + self.fixed:,.0f} bytes"
+        return f"{units / self.parameters:.4f} {self.kind.replace('_', ' ')}"
+
     @property
     def range(self) -> tuple[str, str]:
         """The lowest and the highest budget, as a user would write them."""

@@ -282,6 +282,10 @@ class ExpertPruningBackend(Backend):
         """How many experts stay."""
         return {"experts": len(self.names) if allocation is None else int(self.keep_of(allocation).sum())}
 
+    def describe_cost(self, kind: str, units: float) -> str:
+        """Experts that stay, or parameters or bytes of those that do."""
+        return f"{units:.1f} experts kept" if kind == "experts" else super().describe_cost(kind, units)
+
     @contextmanager
     def apply(self, allocation: Allocation) -> Iterator[LoadedModel]:
         """The model as its pruned checkpoint computes, in the compute type."""

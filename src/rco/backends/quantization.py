@@ -29,7 +29,7 @@ from rco.backends.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
 from rco.backends.switched import SwitchedModel, expert_options, switched_model
 from rco.compressors.packing import PackedWeight
 from rco.compressors.streaming import OptionStream, pinned
-from rco.core.problem import Allocation, AllocationProblem
+from rco.core.problem import Allocation, AllocationProblem, InfeasibleBudgetError
 from rco.data.calibration import CalibrationSet
 from rco.distributed import Ranks
 from rco.losses import Head
@@ -151,16 +151,20 @@ class QuantizationBackend(Backend):
                 options=[str(width) for width in self.plan.widths],
                 monotone=True,
             )
-        except ValueError as error:
+        except InfeasibleBudgetError as error:
             low, high = counted.range
             flag = budget.kind.replace("_", "-")
-            raise type(error)(
-                f"--{flag} must lie between {low} and {high} here, got {budget}. ({error})"
-            ) from None
+            raise InfeasibleBudgetError(
+                f"--{flag} must lie between {low} and {high} with these widths, locks and groups, got {budget}."
+            ) from error
 
     def budget_range(self, kind: str) -> tuple[str, str]:
         """The lowest and the highest budget of a kind, as a user would write them."""
         return self.costs(kind).range
+
+    def describe_cost(self, kind: str, units: float) -> str:
+        """Average bits, or bytes of the checkpoint."""
+        return self.costs(kind).describe(units)
 
     def look_at_routing(self, calibration: CalibrationSet) -> None:
         """Count how often every expert is routed to; nothing for a model without experts."""
@@ -205,6 +209,7 @@ class QuantizationBackend(Backend):
             StoreError: There are none, they are not complete, or they are others.
         """
         store = CandidateStore.open(self.store_folder)
+        store.verify()
         if fingerprint is not None and store.fingerprint != fingerprint:
             raise StoreMismatchError(
                 f"{self.store_folder} holds other candidates than this run was made with: they have been replaced."
@@ -217,6 +222,7 @@ class QuantizationBackend(Backend):
             store = CandidateStore.create_or_resume(
                 self.store_folder, identity, len(blocks_of(self.plan)), overwrite=self.overwrite_store
             )
+            store.verify()  # what an earlier run has made
             self.ranks.broadcast(store.manifest)
             return store
         return CandidateStore.join(self.store_folder, self.ranks.broadcast({}))

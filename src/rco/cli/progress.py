@@ -19,8 +19,10 @@ def make_progress(quiet: bool = False) -> BarProgress | LineProgress:
     return BarProgress(console) if console.is_terminal and not quiet else LineProgress(console)
 
 
-def _search_text(record: StepRecord) -> str:
+def _search_text(record: StepRecord, spent: str) -> str:
     parts = [f"loss {record.loss:.4g}"]
+    if spent:
+        parts.append(spent)
     if record.entropy is not None:
         parts.append(f"entropy {record.entropy:.2f}")
     if record.decided is not None:
@@ -61,9 +63,9 @@ class BarProgress:
         """A bar of its own."""
         return lambda done, total: self._set(name, done, total)
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, record: StepRecord, spent: str = "") -> None:
         """The search's bar, or the refinement's."""
-        self._set(record.phase, record.step, record.steps, _search_text(record))
+        self._set(record.phase, record.step, record.steps, _search_text(record, spent))
 
     def message(self, text: str) -> None:
         """A line above the bars."""
@@ -95,15 +97,20 @@ class LineProgress:
 
         def count(done: int, total: int) -> None:
             if self._due(name, done, total):
-                self._console.print(f"{name}: {done}/{total}")
+                self.message(f"{name}: {done}/{total}")
 
         return count
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, record: StepRecord, spent: str = "") -> None:
         """A line at every tenth of the search."""
-        if self._due(record.phase, record.step, record.steps):
-            self._console.print(f"{record.phase}: {record.step}/{record.steps}, {_search_text(record)}")
+        if not self._due(record.phase, record.step, record.steps):
+            return
+        text = f"{record.phase}: {record.step}/{record.steps}, {_search_text(record, spent)}"
+        if record.seconds and record.step < record.steps:
+            left = record.seconds / record.step * (record.steps - record.step)
+            text += f", about {left:.0f} s left"
+        self.message(text)
 
     def message(self, text: str) -> None:
-        """The line itself."""
-        self._console.print(text)
+        """The line itself, however long."""
+        self._console.print(text, soft_wrap=True)

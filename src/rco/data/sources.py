@@ -26,6 +26,7 @@ __all__ = ["DEFAULT_SOURCE", "Mixture", "Source", "describe_sources", "resolve_s
 _ASSETS = Path(__file__).parent / "assets"
 _BREAK = "\f"  # between the documents of a built-in text
 _SHUFFLE_BUFFER = 2000
+_HUB_TIMEOUT = 10.0  # seconds
 _WEIGHTED = re.compile(r"(?P<name>.+?)\*(?P<weight>\d+(\.\d+)?)")
 
 DEFAULT_SOURCE = "builtin"
@@ -227,14 +228,14 @@ def _open_hub(name: str, row: _HubDataset, split: str) -> Iterator[Any]:
 
 
 def _reach(repository: str) -> None:
-    """Fail at once when the Hub is out of reach; ``datasets`` alone would retry for half a minute first."""
+    """Fail at once when the Hub is out of reach; downloads would retry for half a minute first."""
     hub = importlib.import_module("huggingface_hub")
     try:
-        hub.hf_hub_download(repository, "README.md", repo_type="dataset")
-    except hub.errors.LocalEntryNotFoundError:
-        raise ConnectionError("no connection") from None
-    except hub.errors.EntryNotFoundError:
-        pass  # reached, and only this file is missing
+        hub.HfApi().dataset_info(repository, timeout=_HUB_TIMEOUT)
+    except OSError:
+        raise
+    except Exception as error:  # of the HTTP client, whose classes are not those of the standard library
+        raise ConnectionError(_first_line(error)) from error
 
 
 def _shuffled(documents: Iterator[Document], seed: int) -> Iterator[Document]:

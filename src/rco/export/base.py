@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from rco.compressors.packing import PackedWeight
+from rco.folders import disk_failure
 from rco.models.loading import LoadedModel, load_model
 
 __all__ = [
@@ -116,8 +117,8 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False, needed_bytes: int
         free = shutil.disk_usage(out.parent).free
         if free < needed_bytes:
             raise ExportError(
-                f"{out.parent} has {free / 1e9:.2f} GB free and the checkpoint takes {needed_bytes / 1e9:.2f} GB; "
-                "make room or choose another folder."
+                f"{out.parent} has {free:,} bytes free and the checkpoint takes {needed_bytes:,}; make room or "
+                "choose another folder."
             )
         work = out.parent / f"{_partial_prefix(out)}{os.getpid()}"
         work.mkdir()
@@ -129,8 +130,14 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False, needed_bytes: int
         yield work
         _sync(work)
         _put_in_place(work, out)
-    except OSError as error:
-        raise ExportError(f"Writing {out} failed: {error}. Nothing was left there.") from error
+    except Exception as error:
+        failure = disk_failure(error)
+        if failure is None:
+            raise
+        raise ExportError(
+            f"Writing {out} failed: {failure.strerror or failure}. Nothing was left there: make room, or choose "
+            "another folder."
+        ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -113,7 +113,13 @@ def tiny_model(
 
 
 def save_tiny(
-    model_type: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **changes: Any
+    model_type: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_size: str = "5GB",
+    **changes: Any,
 ) -> Path:
     """Write such a model as a checkpoint with a tokenizer (tiny-llama's), so that whole commands run on it."""
     from transformers import AutoTokenizer
@@ -128,6 +134,6 @@ def save_tiny(
         "eos_token_id": tokenizer.eos_token_id,
     }
     model = tiny_model(model_type, seed=seed, dtype=dtype, **{**special, **changes})
-    cast(Any, model).save_pretrained(folder)
+    cast(Any, model).save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(folder)
     return folder

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rco.backends.base import Budget
@@ -28,7 +28,7 @@ from rco.core.refine import layer_order, spend, uniform_allocation
 from rco.core.result import SearchResult
 from rco.core.search import MOST_CANDIDATES, RCO
 from rco.data.calibration import build_splits
-from rco.folders import atomic_path, make_folder
+from rco.folders import make_folder, write_tensors_atomic
 from rco.pipeline.configs import AblationConfig, QuantizeConfig
 from rco.pipeline.estimate import forward_seconds
 from rco.pipeline.jobs import run_jobs
@@ -177,8 +177,7 @@ class _Bench:
             path = self._sensitivity_file(seed)
             if not path.exists():
                 differences = fisher_differences(self.backend, data, seed=seed)
-                with atomic_path(path) as temporary:
-                    save_file({"differences": differences}, temporary)
+                write_tensors_atomic(path, {"differences": differences})
             count(position + 1, len(seeds))
 
     def _sensitivity_file(self, seed: int) -> Path:

@@ -166,8 +166,12 @@ def run_search(
     objective: Objective,
     prior: Tensor | None,
     progress: Progress,
+    describe_cost: Callable[[float], str],
 ) -> SearchResult:
-    """Search with a checkpoint after every step, from the newest checkpoint if there is one; keep the result."""
+    """Search with a checkpoint after every step, from the newest checkpoint if there is one; keep the result.
+
+    ``describe_cost`` puts an expected cost into words for the progress.
+    """
     checkpoint = run.load_checkpoint()
     step, state = checkpoint if checkpoint is not None else (0, None)
     run.truncate_history(step)
@@ -177,7 +181,8 @@ def run_search(
         run.save_checkpoint(current["step"], current)
 
     def on_step(record: StepRecord) -> None:
-        progress.step(record)
+        spent = record.expected_cost
+        progress.step(record, "" if spent is None else describe_cost(sum(spent)))
         if record.phase == "refine":  # search steps are written with their checkpoint
             run.append_history(record)
 
@@ -212,7 +217,15 @@ def search_stage(
             setattr(objective, name, value)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        result = run_search(run, searcher, planned.problem, objective, prior(), progress)
+        result = run_search(
+            run,
+            searcher,
+            planned.problem,
+            objective,
+            prior(),
+            progress,
+            lambda units: planned.backend.describe_cost(planned.budget.kind, units),
+        )
         if device.type == "cuda":
             measured = torch.cuda.max_memory_allocated(device)
             expected = planned.estimate.search_memory

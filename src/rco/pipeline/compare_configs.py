@@ -26,7 +26,7 @@ class CompareQuantizeConfig(QuantizeConfig):
         "from RCO's prior, rco-plain is Algorithm 1 as printed, fisher-pooled the knapsack of RCO's prior.",
         panel="Comparison",
     )
-    seeds: int = setting(3, help="Seeds of each search; the data stay the same.", panel="Comparison")
+    seeds: int = setting(3, help="Seeds of each search; the data stay the same.", panel="Comparison", least=1)
     allowance: str | None = setting(
         None,
         help="What every search may spend: tokens=NUMBER (a backward counts as two), seconds=NUMBER, or both; "
@@ -38,6 +38,7 @@ class CompareQuantizeConfig(QuantizeConfig):
         help="Also draw a front: rco at this many budgets from the lowest to the highest of --bits, each search "
         "started from the one before, with a quarter of the allowance; 0: none.",
         panel="Comparison",
+        least=0,
     )
     curves: bool = setting(
         True, help="Judge each search on its way, too, with the first seed.", panel="Comparison"
@@ -45,9 +46,9 @@ class CompareQuantizeConfig(QuantizeConfig):
     tasks: str | None = setting(
         None, help="Tasks to measure, too: JSONL files or lm-eval names, comma-separated.", panel="Comparison"
     )
-    limit: int | None = setting(None, help="Items per task.", panel="Comparison")
-    workers: int = setting(1, help="Processes that run searches at the same time.", panel="Machine")
-    threads: int = setting(1, help="Threads of each process.", panel="Machine")
+    limit: int | None = setting(None, help="Items per task.", panel="Comparison", least=1)
+    workers: int = setting(1, help="Processes that run searches at the same time.", panel="Machine", least=1)
+    threads: int = setting(1, help="Threads of each process.", panel="Machine", least=1)
 
     def budget_list(self) -> list[str]:
         """The budgets, as they were written."""

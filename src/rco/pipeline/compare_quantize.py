@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rco.backends.base import Budget
@@ -24,7 +23,7 @@ from rco.backends.sensitivity import curvature, fisher_differences, logits_from_
 from rco.core.problem import AllocationProblem
 from rco.core.result import SearchResult, StepRecord
 from rco.core.search import MOST_CANDIDATES
-from rco.folders import atomic_path
+from rco.folders import write_tensors_atomic
 from rco.pipeline.common import build_data, open_run, slug
 from rco.pipeline.compare import Comparison, parse_methods, run_comparison, seeds_of
 from rco.pipeline.compare_configs import CompareQuantizeConfig
@@ -251,8 +250,7 @@ class QuantizeContest:
             began = time.perf_counter()
             found = fisher_differences(self.backend, self.data.search.select(slice(0, most)), seed=seed)
             seconds = time.perf_counter() - began
-            with atomic_path(path) as temporary:
-                save_file({"differences": found}, temporary, metadata={"seconds": str(seconds)})
+            write_tensors_atomic(path, {"differences": found}, {"seconds": str(seconds)})
         with safe_open(path, "pt") as file:
             differences = file.get_tensor("differences")
             seconds = float(file.metadata()["seconds"])

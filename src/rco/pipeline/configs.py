@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rco.settings import setting
+from rco.settings import check_settings, setting
 
 __all__ = [
     "AblationConfig",
@@ -40,33 +40,41 @@ class CompressConfig:
     eval_data: str | None = setting(
         None, help="Evaluation text; default: held-back part of --data.", panel="Data"
     )
-    sequences: int = setting(96, help="Sequences for candidates and gradients.", panel="Data")
-    selection: int = setting(16, help="Sequences that choose among candidates.", panel="Data")
-    evaluation: int = setting(32, help="Sequences that judge the result.", panel="Data")
-    length: int = setting(512, help="Tokens per sequence.", panel="Data")
+    sequences: int = setting(96, help="Sequences for candidates and gradients.", panel="Data", least=1)
+    selection: int = setting(16, help="Sequences that choose among candidates.", panel="Data", least=1)
+    evaluation: int = setting(32, help="Sequences that judge the result.", panel="Data", least=1)
+    length: int = setting(512, help="Tokens per sequence.", panel="Data", least=2)
 
     searcher: str = setting("rco", help="Method; see `rco ls methods`.", panel="Search")
-    steps: int = setting(40, help="Optimizer steps.", panel="Search")
-    samples: int = setting(4, help="Gumbel samples per step.", panel="Search")
-    lr: float = setting(0.1, help="Learning rate.", panel="Search")
-    tau: tuple[float, float] = setting((1.0, 0.1), help="First and last temperature.", panel="Search")
-    refine: int = setting(20, help="Evaluations that exchange moves may spend.", panel="Search")
+    steps: int = setting(40, help="Optimizer steps.", panel="Search", least=0)
+    samples: int = setting(4, help="Gumbel samples per step.", panel="Search", least=1)
+    lr: float = setting(0.1, help="Learning rate.", panel="Search", positive=True)
+    tau: tuple[float, float] = setting(
+        (1.0, 0.1), help="First and last temperature.", panel="Search", positive=True
+    )
+    refine: int = setting(20, help="Evaluations that exchange moves may spend.", panel="Search", least=0)
     loss: Literal["kl", "cross-entropy"] = setting("kl", help="What is minimised.", panel="Search")
-    top_k: int = setting(0, help="KL over the k likeliest tokens; 0: all.", panel="Search")
+    top_k: int = setting(0, help="KL over the k likeliest tokens; 0: all.", panel="Search", least=0)
     seed: int = setting(0, help="Of data, noise and everything else.", panel="Search")
 
     device: str | None = setting("cpu", help="cpu, cuda or mps.", panel="Machine")
     dtype: str = setting("auto", help="Type of the checkpoint: auto, bfloat16, float32.", panel="Machine")
     compute: Compute = setting("auto", help=_COMPUTE_HELP, panel="Machine")
-    batch_size: int = setting(1, help="Sequences per forward pass of the search.", panel="Machine")
+    batch_size: int = setting(1, help="Sequences per forward pass of the search.", panel="Machine", least=1)
     checkpointing: bool = setting(False, help="Save memory, recompute activations.", panel="Machine")
     device_map: Literal["none", "auto", "balanced", "sequential"] = setting(
         "none", help="Divide a model that is larger than one GPU among those of a rank.", panel="Machine"
     )
     rank_timeout: float = setting(
-        30.0, help="Minutes after which a rank of torchrun that does not answer is given up.", panel="Machine"
+        30.0,
+        help="Minutes after which a rank of torchrun that does not answer is given up.",
+        panel="Machine",
+        positive=True,
     )
     resume: bool = setting(False, help="Continue the run in --out.", panel="Machine")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     def budgets(self) -> dict[str, str | None]:
         """Every kind of budget that this compression takes, and what was typed for it."""
@@ -129,6 +137,7 @@ class QuantizeConfig(CompressConfig):
         None,
         help="Columns that share a scale, 0 for one per row; default 64. GGUF types have their own.",
         panel="Candidates",
+        least=0,
     )
     symmetric: bool | None = setting(
         None, help="Grid without zero points; default: what --serve needs.", panel="Candidates"
@@ -139,9 +148,13 @@ class QuantizeConfig(CompressConfig):
     clip: Literal["search", "minmax"] = setting(
         "search", help="Range of the grid: searched, or from smallest to largest.", panel="Candidates"
     )
-    damp: float = setting(0.01, help="Share of the mean diagonal added to the Hessian.", panel="Candidates")
+    damp: float = setting(
+        0.01, help="Share of the mean diagonal added to the Hessian.", panel="Candidates", least=0
+    )
     act_order: bool = setting(False, help="Quantize columns by activation size.", panel="Candidates")
-    sweeps: int = setting(4, help="Passes of coordinate descent on the codes after GPTQ.", panel="Candidates")
+    sweeps: int = setting(
+        4, help="Passes of coordinate descent on the codes after GPTQ.", panel="Candidates", least=0
+    )
     lock: list[str] = setting(
         [], help="REGEX=WIDTH or ROLE=WIDTH (attention, mlp, experts, shared_expert), repeatable.",
         panel="Candidates",
@@ -169,12 +182,15 @@ class QuantizeConfig(CompressConfig):
         256,
         help="Least tokens an expert is fitted to; below, the likeliest others are added.",
         panel="Experts",
+        least=0,
     )
 
-    sensitivity: int = setting(32, help="How many of --sequences the sensitivities use.", panel="Data")
+    sensitivity: int = setting(
+        32, help="How many of --sequences the sensitivities use.", panel="Data", least=1
+    )
 
     prior: Prior = setting("fisher", help="Initial logits.", panel="Search")
-    prior_strength: float = setting(3.0, help="Scale of the initial logits.", panel="Search")
+    prior_strength: float = setting(3.0, help="Scale of the initial logits.", panel="Search", least=0)
 
     memory: Literal["auto", "resident", "offload"] = setting(
         "auto",
@@ -207,17 +223,20 @@ class EvaluateConfig:
     paths: list[str] = setting(help="Runs, checkpoints, Hub ids or built-in names.")
     reference: str | None = setting(None, help="Full model for KL and recovery.")
     data: str = setting("builtin", help="Text: files, names, mixtures a+b.")
-    sequences: int = setting(48, help="Sequences to measure on.")
-    length: int = setting(512, help="Tokens per sequence.")
+    sequences: int = setting(48, help="Sequences to measure on.", least=1)
+    length: int = setting(512, help="Tokens per sequence.", least=2)
     tasks: str | None = setting(
         None,
         help="Comma-separated: JSONL files (multiple choice, LAMBADA), names or YAML files of lm-eval tasks.",
     )
-    limit: int | None = setting(None, help="Items per task.")
-    batch_size: int = setting(4, help="Sequences at a time.")
+    limit: int | None = setting(None, help="Items per task.", least=1)
+    batch_size: int = setting(4, help="Sequences at a time.", least=1)
     seed: int = setting(0, help="Picks the sequences.")
     device: str | None = setting("cpu", help="cpu, cuda or mps.")
     dtype: str = setting("auto", help="auto, bfloat16 or float32.")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +263,10 @@ class PruneConfig(CompressConfig):
     size: str | None = setting(None, help="Most bytes of the checkpoint on disk, e.g. 40GB.", panel="Budget")
     uniform: bool = setting(False, help="Keep the same number in every layer.", panel="Budget")
     min_per_layer: int = setting(
-        0, help="Fewest experts a layer keeps; at least the router's top-k in any case.", panel="Budget"
+        0,
+        help="Fewest experts a layer keeps; at least the router's top-k in any case.",
+        panel="Budget",
+        least=0,
     )
     lock: list[str] = setting(
         [], help="REGEX=keep or REGEX=prune over names of experts, repeatable.", panel="Budget"
@@ -257,21 +279,21 @@ class PruneConfig(CompressConfig):
         False, help="Fill layers to one count with experts that never win the router.", panel="Output"
     )
 
-    sensitivity: int = setting(28, help="Of the sequences, those for --prior fisher.", panel="Data")
-    evaluation: int = setting(48, help="Sequences that judge the result.", panel="Data")
-    length: int = setting(256, help="Tokens per sequence.", panel="Data")
+    sensitivity: int = setting(28, help="Of the sequences, those for --prior fisher.", panel="Data", least=1)
+    evaluation: int = setting(48, help="Sequences that judge the result.", panel="Data", least=1)
+    length: int = setting(256, help="Tokens per sequence.", panel="Data", least=2)
     by_domain: bool = setting(
         False, help="Also prune on each domain alone and evaluate on all of them.", panel="Data"
     )
 
-    steps: int = setting(50, help="Optimizer steps.", panel="Search")
+    steps: int = setting(50, help="Optimizer steps.", panel="Search", least=0)
     prior: Literal["fisher", "reap", "frequency", "mass", "none"] = setting(
         "fisher", help="Score behind the initial logits.", panel="Search"
     )
     prior_scale: Literal["rank", "global"] = setting(
         "global", help="Initial logits by rank within a layer, or by value across layers.", panel="Search"
     )
-    prior_strength: float = setting(1.0, help="Scale of the initial logits.", panel="Search")
+    prior_strength: float = setting(1.0, help="Scale of the initial logits.", panel="Search", least=0)
     gates: Literal["deployed", "scale"] = setting(
         "deployed",
         help="What gradients see: experts leave the router, or are scaled to zero after it.",
@@ -293,12 +315,16 @@ class ComparePruneConfig(PruneConfig):
         panel="Comparison",
     )
     seeds: int = setting(
-        3, help="Seeds of each search; fixed rules run once per seed of the data.", panel="Comparison"
+        3,
+        help="Seeds of each search; fixed rules run once per seed of the data.",
+        panel="Comparison",
+        least=1,
     )
     tokens: int | None = setting(
         None,
         help="Tokens that every search may forward (a backward counts as two); default: what rco takes.",
         panel="Comparison",
+        least=1,
     )
     workers: int = setting(1, help="Processes that run searches at the same time.", panel="Machine")
     threads: int = setting(1, help="Threads of each process.", panel="Machine")
@@ -325,47 +351,52 @@ class AblationConfig:
         panel="Sweeps",
     )
     seeds: int = setting(
-        3, help="Seeds of every point; the sweep over seeds has at least five.", panel="Sweeps"
+        3, help="Seeds of every point; the sweep over seeds has at least five.", panel="Sweeps", least=1
     )
     quick: bool = setting(False, help="Ends and centre of each sweep, little data, one seed.", panel="Sweeps")
 
-    steps: int = setting(QuantizeConfig.steps, help="Optimizer steps at the centre.", panel="Centre")
+    steps: int = setting(QuantizeConfig.steps, help="Optimizer steps at the centre.", panel="Centre", least=0)
     samples: int = setting(
-        QuantizeConfig.samples, help="Gumbel samples per step at the centre.", panel="Centre"
+        QuantizeConfig.samples, help="Gumbel samples per step at the centre.", panel="Centre", least=1
     )
-    lr: float = setting(QuantizeConfig.lr, help="Learning rate at the centre.", panel="Centre")
-    tau: float = setting(QuantizeConfig.tau[1], help="Last temperature at the centre.", panel="Centre")
+    lr: float = setting(QuantizeConfig.lr, help="Learning rate at the centre.", panel="Centre", positive=True)
+    tau: float = setting(
+        QuantizeConfig.tau[1], help="Last temperature at the centre.", panel="Centre", positive=True
+    )
     refine: int = setting(
-        QuantizeConfig.refine, help="Evaluations that exchange moves may spend.", panel="Centre"
+        QuantizeConfig.refine, help="Evaluations that exchange moves may spend.", panel="Centre", least=0
     )
     prior_strength: float = setting(
-        QuantizeConfig.prior_strength, help="Scale of the initial logits.", panel="Centre"
+        QuantizeConfig.prior_strength, help="Scale of the initial logits.", panel="Centre", least=0
     )
 
     widths: str = setting("2,3,4,5,6,7,8", help="Bits on offer.", panel="Candidates")
     group_size: int = setting(
-        _GROUP_SIZE, help="Columns that share a scale; 0 for one per row.", panel="Candidates"
+        _GROUP_SIZE, help="Columns that share a scale; 0 for one per row.", panel="Candidates", least=0
     )
     store: Path | None = setting(
         None, help="Folder of the candidates; default: inside the run.", panel="Candidates"
     )
 
     data: str = setting("builtin", help="Calibration text: files, names, mixtures a+b.", panel="Data")
-    sequences: int = setting(96, help="Sequences for candidates and gradients.", panel="Data")
-    sensitivity: int = setting(32, help="Of these, sequences for the sensitivities.", panel="Data")
-    selection: int = setting(16, help="Sequences that choose among candidates.", panel="Data")
-    evaluation: int = setting(32, help="Sequences that judge the results.", panel="Data")
-    length: int = setting(192, help="Tokens per sequence.", panel="Data")
+    sequences: int = setting(96, help="Sequences for candidates and gradients.", panel="Data", least=1)
+    sensitivity: int = setting(32, help="Of these, sequences for the sensitivities.", panel="Data", least=1)
+    selection: int = setting(16, help="Sequences that choose among candidates.", panel="Data", least=1)
+    evaluation: int = setting(32, help="Sequences that judge the results.", panel="Data", least=1)
+    length: int = setting(192, help="Tokens per sequence.", panel="Data", least=2)
 
     out: Path = setting(Path("runs/ablations"), help="Folder for runs, tables and plots.", panel="Machine")
     device: str | None = setting("cpu", help="cpu, cuda or mps.", panel="Machine")
     compute: Compute = setting("auto", help=_COMPUTE_HELP, panel="Machine")
-    workers: int = setting(1, help="Processes; each loads the model.", panel="Machine")
-    threads: int = setting(1, help="Threads of each process.", panel="Machine")
+    workers: int = setting(1, help="Processes; each loads the model.", panel="Machine", least=1)
+    threads: int = setting(1, help="Threads of each process.", panel="Machine", least=1)
     resume: bool = setting(
         False, help="Keep what --out holds and run what is missing; seeds and sweeps may be added.",
         panel="Machine",
     )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     def identity(self) -> dict[str, Any]:
         """What must agree for finished parts to be kept."""

@@ -17,8 +17,8 @@ class Progress(Protocol):
         """A stage begins; the returned function takes (done, total)."""
         ...
 
-    def step(self, record: StepRecord) -> None:
-        """A step of the search has ended."""
+    def step(self, record: StepRecord, spent: str = "") -> None:
+        """A step of the search has ended, at a point whose expected cost is ``spent``."""
         ...
 
     def message(self, text: str) -> None:
@@ -33,7 +33,7 @@ class Silent:
         """Ignore it."""
         return lambda done, total: None
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, record: StepRecord, spent: str = "") -> None:
         """Ignore it."""
 
     def message(self, text: str) -> None:

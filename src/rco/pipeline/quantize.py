@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from rco import tables
 from rco.backends.base import Budget
@@ -36,7 +36,7 @@ from rco.core.result import SearchResult
 from rco.data.calibration import DataSplits
 from rco.distributed import Ranks, join
 from rco.export.compressed_tensors import check_exportable
-from rco.folders import atomic_path
+from rco.folders import write_tensors_atomic
 from rco.models.loading import LoadedModel
 from rco.models.moe_linears import model_linears, sparse_layers
 from rco.models.precision import compute_dtype
@@ -216,8 +216,7 @@ def _sensitivities(
     with timed(run, "sensitivities"):
         planned.ranks.call("sensitivities")
         differences = _measure_sensitivities(config, planned.backend, data, progress)
-    with atomic_path(saved) as temporary:
-        save_file({"differences": differences}, temporary)
+    write_tensors_atomic(saved, {"differences": differences})
     return differences
 
 
@@ -244,8 +243,7 @@ def _layer_errors(
     with timed(run, "sensitivities"):
         part = data.search.select(slice(0, config.sensitivity))
         errors = backend.layer_errors(part, experts_only=config.searcher == "mxmoe")
-    with atomic_path(saved) as temporary:
-        save_file({"layer_errors": errors}, temporary)
+    write_tensors_atomic(saved, {"layer_errors": errors})
     return errors
 
 
