@@ -1,4 +1,4 @@
-"""Fill the measured part of the README from the JSON files in benchmarks/results.
+"""Fill the measured parts of the documents from the JSON files in benchmarks/results.
 
 python benchmarks/readme_tables.py
 """
@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+from rco.pipeline.compare_tables import markdown
 from rco.studies.ablation_report import recommendation_table
 
 ROOT = Path(__file__).parent.parent
@@ -18,24 +19,83 @@ def load(name):
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def quality():
-    data = load("quantization_quality")
+def budgets_of(data):
+    return list(dict.fromkeys(row["budget"] for row in data["rows"]))
+
+
+def compare_command(data):
+    seeds = max(row["seeds"] for row in data["rows"])
+    return f"rco compare quantize tiny-llama --bits {','.join(budgets_of(data))} --seeds {seeds}"
+
+
+def comparison():
+    """Methods at equal tokens: a row each, a column per budget, best first at 2.5 bits."""
+    data = load("compare_quantize")
     if data is None:
         return []
+    budgets = budgets_of(data)
+    rows = {(row["method"], row["budget"]): row for row in data["rows"]}
+    methods = list(dict.fromkeys(method for method, _ in rows))
+    # Those that were not measured at 2.5 bits come last.
+    methods.sort(key=lambda method: rows[method, "2.5"]["kl"] if (method, "2.5") in rows else float("inf"))
     lines = [
         "**Mixed precision, tiny-llama, group size 64**: KL to the full model on evaluation text, mean ± standard",
-        f"deviation over seeds (`{data['command']}`).",
+        f"deviation over up to {max(row['seeds'] for row in data['rows'])} seeds, all methods from the same "
+        f"candidates and with {allowance(data)}",
+        f"each (`{compare_command(data)}`;",
+        "who is who, perplexity, exact bits and seconds: [docs/comparison.md](docs/comparison.md)).",
         "",
-        "| bits | seeds | uniform interpolation | proxy knapsack | RCO |",
-        "|---|---|---|---|---|",
+        f"| method | {' | '.join(f'{budget} bits' for budget in budgets)} | tokens |",
+        "|---|" + "---:|" * (len(budgets) + 1),
     ]
-    for row in data["table"]:
-        cells = [
-            f"{row[k]['mean']:.4f} ± {row[k]['std']:.4f}"
-            for k in ("uniform interpolation", "proxy knapsack", "rco")
-        ]
-        lines.append(f"| {row['bits']} | {row['seeds']} | " + " | ".join(cells) + " |")
-    return [*lines, ""]
+    for method in methods:
+        found = [rows.get((method, budget)) for budget in budgets]
+        cells = [f"{row['kl']:.4f} ± {row['kl_std']:.4f}" if row else "" for row in found]
+        most = max(row["tokens"] for row in found if row)
+        lines.append(f"| {method} | {' | '.join(cells)} | {most:,.0f} |")
+    return [*lines, "", *against_the_starts(rows, budgets), ""]
+
+
+def allowance(data):
+    parts = [
+        f"at most {data['tokens']:,} tokens" if data["tokens"] else "",
+        f"{data['seconds']:g} seconds" if data["seconds"] else "",
+    ]
+    return " and ".join(filter(None, parts))
+
+
+def against_the_starts(rows, budgets):
+    """How far RCO is below (or above) what it has to beat, at every budget, in one sentence each."""
+    names = {
+        "uniform-fill": "uniform interpolation (`uniform-fill`)",
+        "fisher": "the proxy knapsack (`fisher`)",
+        "fisher-pooled": "the best that it is started from (`fisher-pooled`)",
+    }
+    lines = []
+    for method, name in names.items():
+        both = [b for b in budgets if ("rco", b) in rows and (method, b) in rows]
+        if both:
+            changes = [100 * (rows["rco", b]["kl"] / rows[method, b]["kl"] - 1) for b in both]
+            shown = ", ".join(f"{change:+.1f} % at {b}" for change, b in zip(changes, both, strict=True))
+            lines.append(f"* KL of RCO against that of {name}: {shown}.")
+    return lines
+
+
+def long_comparison():
+    """The tables that the command itself writes."""
+    data = load("compare_quantize")
+    if data is None:
+        return []
+    text = markdown(data["rows"], data).split("\n", 2)[2]  # the document has a title of its own
+    machine = data["environment"]
+    gpus = f", {', '.join(machine['gpu'])}" if machine.get("gpu") else ""
+    return [
+        f"`{compare_command(data)}`, {machine['time'][:10]}, {machine['cpu']}, {machine['cpu_count']} cores{gpus}, "
+        f"torch {machine['torch']}.",
+        "",
+        *text.strip().splitlines(),
+        "",
+    ]
 
 
 def smollm():
@@ -190,19 +250,29 @@ def ablations():
     ]
 
 
-def main():
-    path = ROOT / "README.md"
-    text = path.read_text(encoding="utf-8")
-    body = "\n".join(
-        [*quality(), *smollm(), *pruning(), *experts(), *solver(), *knapsack_study(), *memory(), *ablations()]
-    )
-    filled = re.sub(
+DOCUMENTS = {
+    "README.md": (comparison, smollm, pruning, experts, solver, knapsack_study, memory, ablations),
+    "docs/comparison.md": (long_comparison,),
+}
+
+
+def fill(path, sections):
+    """Replace what stands between the markers of a document."""
+    body = "\n".join(line for section in sections for line in section())
+    filled, found = re.subn(
         r"<!-- measured: begin -->.*?<!-- measured: end -->",
         lambda _: f"<!-- measured: begin -->\n{body}\n<!-- measured: end -->",
-        text,
+        path.read_text(encoding="utf-8"),
         flags=re.DOTALL,
     )
+    if found != 1:
+        raise SystemExit(f"{path} must have one pair of markers, has {found}.")
     path.write_text(filled, encoding="utf-8")
+
+
+def main():
+    for name, sections in DOCUMENTS.items():
+        fill(ROOT / name, sections)
 
 
 if __name__ == "__main__":

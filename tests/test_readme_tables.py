@@ -1,0 +1,107 @@
+"""The tables that documents show are those of the measurements, in the order they claim."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rco.pipeline.compare_tables import summarise
+
+ROOT = Path(__file__).parent.parent
+KL = {
+    # method: budget -> KL of each seed
+    "fisher": {"2.25": [0.25, 0.27], "2.5": [0.16, 0.16]},
+    "rco": {"2.25": [0.23, 0.25], "2.5": [0.14, 0.16]},
+    "late": {"2.25": [0.10]},
+    "uniform-fill": {"2.25": [0.40], "2.5": [0.30]},
+}
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """The script, with results and documents of its own."""
+    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "benchmarks" / "readme_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    (tmp_path / "docs").mkdir()
+    for name in module.DOCUMENTS:
+        (tmp_path / name).write_text("before\n<!-- measured: begin -->old<!-- measured: end -->\nafter\n")
+    return module
+
+
+@pytest.fixture
+def comparison(tmp_path):
+    entries = [
+        {
+            "label": method, "budget": budget, "seed": seed, "kl": kl, "perplexity": 20 + kl, "bits": float(budget),
+            "bits_exact": {"2.25": "9/4", "2.5": "5/2"}[budget], "tokens": 1000 * len(method),
+            "forward_tokens": 1, "backward_tokens": 2, "seconds": 3.0, "by_domain": {},
+        }
+        for method, budgets in KL.items()
+        for budget, seeds in budgets.items()
+        for seed, kl in enumerate(seeds)
+    ]  # fmt: skip
+    full = {"perplexity": 19.0}
+    about = {"title": "a title", "tokens": 5000, "seconds": None, "full_model": full, "failed": {"x": "why"}}
+    machine = {"time": "2026-01-02T03:04:05Z", "cpu": "a CPU", "cpu_count": 2, "gpu": [], "torch": "2"}
+    record = {**about, "environment": machine, "rows": summarise(entries, full), "entries": entries}
+    (tmp_path / "compare_quantize.json").write_text(json.dumps(record))
+
+
+def cells(text, heading):
+    """The rows of the table with that heading, split at the bars."""
+    lines = text[text.index(heading) :].splitlines()
+    shown = [line for line in lines[2 : next(i for i, line in enumerate(lines) if not line)]]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in shown]
+
+
+def test_methods_are_rows_best_first_and_budgets_are_columns(tables, comparison, tmp_path):
+    tables.main()
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert cells(text, "| method |") == [
+        ["rco", "0.2400 ± 0.0141", "0.1500 ± 0.0141", "3,000"],
+        ["fisher", "0.2600 ± 0.0141", "0.1600 ± 0.0000", "6,000"],
+        ["uniform-fill", "0.4000 ± 0.0000", "0.3000 ± 0.0000", "12,000"],
+        ["late", "0.1000 ± 0.0000", "", "4,000"],
+    ]
+    assert "the proxy knapsack (`fisher`): -7.7 % at 2.25, -6.2 % at 2.5" in text
+    assert "fisher-pooled" not in text  # it was not measured
+    assert "`rco compare quantize tiny-llama --bits 2.25,2.5 --seeds 2`" in text
+
+
+def test_the_long_tables_are_those_of_the_command(tables, comparison, tmp_path):
+    tables.main()
+    text = (tmp_path / "docs" / "comparison.md").read_text()
+    assert "a title" not in text
+    assert [row[0] for row in cells(text[text.index("## 2.25") :], "| method |")] == [
+        "late", "rco", "fisher", "uniform-fill",
+    ]  # fmt: skip
+    best = cells(text[text.index("## 2.5") :], "| method |")[0]
+    assert best == ["rco", "0.1500 ± 0.0141", "20.150 ± 0.014", "5/2", "3,000", "3", "2"]
+    assert "* x: why" in text
+
+
+def test_without_results_nothing_is_shown(tables, tmp_path):
+    tables.main()
+    for name in tables.DOCUMENTS:
+        text = (tmp_path / name).read_text()
+        assert re.fullmatch(r"before\n<!-- measured: begin -->\s*<!-- measured: end -->\nafter\n", text)
+
+
+def test_documents_are_as_the_results_make_them(tables, tmp_path, monkeypatch):
+    """Nobody has typed a figure, or forgotten to run the script."""
+    monkeypatch.setattr(tables, "RESULTS", ROOT / "benchmarks" / "results")
+    for name in tables.DOCUMENTS:
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    tables.main()
+    for name in tables.DOCUMENTS:
+        assert (tmp_path / name).read_text() == (ROOT / name).read_text(), (
+            f"run benchmarks/readme_tables.py ({name})"
+        )
