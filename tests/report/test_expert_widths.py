@@ -29,10 +29,14 @@ def test_every_expert_is_drawn_with_its_width_and_frequency():
     assert cells["w4"] == 2
     assert cells["w3"] == 2
     assert cells["w8"] == 1
+    assert cells["w0"] == 1
     assert "Layer 0, expert 1: gate 4, up 4, down 3 bits, chosen by 60" in page
     assert "Layer 0, expert 2: pruned" in page
     assert "12 in all" in page
     assert "1 expert of 6 saw fewer" in page
+    plain = str(expert_width_section(make_run(minimum_tokens=None)))
+    assert "without calibration tokens" in plain
+    assert "was fitted" not in plain
     first, second = expert_width_layers(make_run())
     assert first.mean == pytest.approx((6 + 11) / 9)
     assert first.active_mean == pytest.approx((0.1 * 2 + 0.6 * 11 / 3) / 0.7)
@@ -42,10 +46,17 @@ def test_every_expert_is_drawn_with_its_width_and_frequency():
 
 def test_loading_says_that_the_checkpoint_brings_its_code():
     run = make_run()
-    export = {"path": "runs/x/model", "format": "compressed-tensors"}
-    page = str(loading(RunData("run", metrics={**run.metrics, "export": export})))
+    export = {"path": "runs/x/model", "format": "compressed-tensors", "files": {"config.json": 1}}
+    own = {**export, "files": {"config.json": 1, "modeling_unfused_experts.py": 2}}
+    page = str(loading(RunData("run", metrics={**run.metrics, "export": own})))
     assert "trust_remote_code=True" in page
-    assert "trust_remote_code" not in str(loading(RunData("run", metrics={"export": export})))
+    assert "builds them separately" in page
+    # Experts of one width are stacked by stock transformers; pruned ones may still need code.
+    assert "trust_remote_code" not in str(loading(RunData("run", metrics={**run.metrics, "export": export})))
+    dense = {**export, "format": "dense", "files": {"modeling_pruned_experts.py": 2}}
+    page = str(loading(RunData("run", metrics={**run.metrics, "export": dense})))
+    assert "trust_remote_code=True" in page
+    assert "different numbers of experts" in page
 
 
 def test_nothing_is_drawn_without_experts_and_half_a_record_is_an_error():

@@ -182,6 +182,15 @@ def test_kinds_with_the_same_short_name_stay_apart():
     assert drawing.count('class="cell w2"') == 6
 
 
+def test_experts_are_called_so():
+    paths = ("mlp.experts.3.up_proj", "mlp.shared_expert.up_proj", "mlp.up_proj", "self_attn.q_proj")
+    drawing = bit_map([group(f"layers.0.{path}", 0, 2) for path in paths])
+    names = re.findall(r"<title>([\w.]+)</title>[\w.…]+</text>", drawing)
+    assert names == ["experts.up_proj", "shared_expert.up_proj", "mlp.up_proj", "q_proj"]
+    alone = bit_map([group(f"layers.0.mlp.experts.{e}.w1", 0, 2) for e in range(2)])
+    assert re.findall(r"<title>([\w.]+)</title>[\w.]+</text>", alone) == ["experts.w1"]
+
+
 def test_experts_share_a_cell_with_their_average():
     groups = [
         group(f"l.0.experts.{e}.up", 0, width, parameters=size)

@@ -35,6 +35,12 @@ class Group:
     widths: tuple[int, ...]  # allowed
 
     @property
+    def block(self) -> int | None:
+        """The block that all members are in; None where there is no such block."""
+        blocks = {member.block for member in self.members}
+        return blocks.pop() if len(blocks) == 1 else None
+
+    @property
     def parameters(self) -> int:
         """Weights in the group."""
         return sum(member.parameters for member in self.members)

@@ -36,7 +36,8 @@ def describe_experts(backend: QuantizationBackend, allocation: Allocation) -> di
     return {
         "expert_widths": {
             "layers": list(layers.values()),
-            "minimum_tokens": backend.settings.expert_tokens,
+            # Plain rounding looks at no tokens.
+            "minimum_tokens": backend.settings.expert_tokens if backend.settings.method == "gptq" else None,
             "topped_up": len(short),
             "added_tokens": sum(short),
             "experts": sum(len(layer["widths"]) for layer in layers.values()),

@@ -350,7 +350,7 @@ def _describe(
                 "name": group.name,
                 "members": [member.name for member in group.members],
                 "kind": "+".join(dict.fromkeys(member.kind for member in group.members)),
-                "block": group.members[0].block,
+                "block": group.block,
                 "parameters": group.parameters,
                 "width": plan.widths[choice],
                 "sensitivity": dict(zip(labels, sensitivities[row].tolist(), strict=True)),

@@ -44,7 +44,9 @@ class _Cell:
 
 
 def level(width: float) -> str:
-    """CSS class of a width's colour: the nearest width that has one."""
+    """CSS class of a width's colour: the nearest width that has one, and one for what is pruned."""
+    if width == 0:
+        return "w0"
     nearest = min(_LEVELS, key=lambda known: (abs(known - width), known))
     return f"w{nearest}"
 
@@ -134,8 +136,13 @@ def _path(member: str, block: int | None) -> str:
 
 
 def _kind(path: str, longer: dict[str, set[str]]) -> str:
-    short = path.rpartition(".")[2]
-    return path if len(longer[short]) > 1 else short
+    """As short as tells it from the others of its block; experts are always called so."""
+    parts = [part for part in path.split(".") if part != "*"]
+    if len(longer[parts[-1]]) == 1 and "experts" not in parts:
+        return parts[-1]
+    pair = ".".join(parts[-2:])
+    alike = [other for other in longer[parts[-1]] if other.replace(".*", "").endswith(f".{pair}")]
+    return pair if len(alike) <= 1 else path
 
 
 def _band(
@@ -274,7 +281,8 @@ def width_shares(groups: Sequence[GroupWidth]) -> Markup:
     pieces, x, entries = [], 0.0, []
     for width in sorted(weights):
         share = weights[width] / total
-        words = f"{width:g} bits: {percent(share)} of the weights, {plural(numbers[width], 'group')}"
+        name = f"{width:g} bits" if width else "pruned"
+        words = f"{name}: {percent(share)} of the weights, {plural(numbers[width], 'group')}"
         entries.append(("cell", level(width), words))
         pieces.append(
             element(

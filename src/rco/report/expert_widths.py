@@ -69,10 +69,6 @@ def expert_width_layers(run: RunData) -> list[ExpertWidths]:
     return found
 
 
-def _class(width: int) -> str:
-    return "pruned" if width == 0 else level(width)
-
-
 def expert_width_map(layers: Sequence[ExpertWidths]) -> Markup:
     """Two maps side by side: the width of every expert, and how often it is chosen."""
     most = max(len(layer.widths) for layer in layers)
@@ -99,7 +95,7 @@ def expert_width_map(layers: Sequence[ExpertWidths]) -> Markup:
             # An expert of one width is one cell; otherwise gate, up and down lie below each other.
             shown = parts[:1] if len(set(parts)) == 1 else parts
             for position, width in enumerate(shown):
-                cell(_class(width), x, y + 1 + position * body / len(shown), body / len(shown))
+                cell(level(width), x, y + 1 + position * body / len(shown), body / len(shown))
             shade = min(_SHADES, 1 + int(_SHADES * share / highest)) if share > 0 else 0
             cell(f"shade{shade}", second + expert * wide, y + 1, body)
             if hover_cells:
@@ -127,7 +123,7 @@ def expert_width_map(layers: Sequence[ExpertWidths]) -> Markup:
         class_="map",
     )
     widths = sorted({width for layer in layers for parts in layer.widths for width in parts})
-    entries = [("cell", _class(width), "pruned" if width == 0 else f"{width} bits") for width in widths]
+    entries = [("cell", level(width), "pruned" if width == 0 else f"{width} bits") for width in widths]
     region = element(
         "div", drawing, class_="scroll", tabindex="0", role="group", aria_label="Width of every expert"
     )
@@ -184,8 +180,9 @@ def expert_width_section(run: RunData) -> Markup | None:
     found: Mapping[str, Any] = section(run.metrics, "expert_widths")
     topped, total = int(found.get("topped_up") or 0), sum(len(layer.widths) for layer in layers)
     least = found.get("minimum_tokens")
-    note = f"Every expert was fitted to at least {count(int(least))} calibration tokens" if least else None
-    if note:
+    note = "The weights of experts were rounded as they are, without calibration tokens."
+    if least:
+        note = f"Every expert was fitted to at least {count(int(least))} calibration tokens"
         note += (
             f"; {plural(topped, 'expert')} of {count(total)} saw fewer, at least in some batch, and were given the "
             "tokens that came closest to being routed to them, "
@@ -198,7 +195,7 @@ def expert_width_section(run: RunData) -> Markup | None:
     )
     return fragment(
         element("figure", expert_width_map(layers), element("figcaption", caption)),
-        element("p", note, class_="small") if note else None,
+        element("p", note, class_="small"),
         element(
             "details",
             element("summary", f"Table of {plural(len(layers), 'layer')}"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -237,11 +238,13 @@ def _bits(run: RunData) -> Markup | None:
     found = groups(run)
     if not found:
         return None
-    tied = any(len(group.members) > 1 for group in found)
+    kinds = Counter((group.block, group.kind) for group in found)
+    tied = any(len(group.members) > 1 and kinds[group.block, group.kind] == 1 for group in found)
     caption = (
         "Blocks from left to right, kinds of linears from top to bottom, the width in each cell; averages are "
         "weighted by parameters."
-        + (" A cell that spans several kinds is one tied group: one width for all." if tied else "")
+        + (" A framed cell that spans several kinds is one tied group: one width for all." if tied else "")
+        + (" A cell of experts has the average of their groups." if max(kinds.values()) > 1 else "")
     )
     return fragment(
         _figure(fragment(width_shares(found), bit_map(found)), caption),

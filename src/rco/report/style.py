@@ -42,8 +42,10 @@ DARK = {
     "good": "#5fd0a8",
     "bad": "#ff8f84",
 }
-# Width: (fill, text) in light, then in dark. More bits, more ink; 16 leaves the scale, since it is no quantization.
+# Width: (fill, text) in light, then in dark. More bits, more ink; pruned experts (0) and 16 leave the scale, since
+# neither is a quantization.
 WIDTHS = {
+    0: ("#f3c08c", "#1b1f24", "#7d552c", "#ffffff"),
     2: ("#e6eff7", "#1b1f24", "#202b37", "#e6e8eb"),
     3: ("#bcd7ec", "#1b1f24", "#234464", "#e6e8eb"),
     4: ("#86b8de", "#1b1f24", "#28618f", "#ffffff"),

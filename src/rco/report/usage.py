@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rco.report.data import RunData, moe_layers, section
+from rco.report.expert_widths import expert_width_layers
 from rco.report.markup import Markup, element, fragment
 
 __all__ = ["loading", "reproduce_command"]
@@ -33,7 +34,9 @@ def loading(run: RunData) -> Markup | None:
         return fragment([element("h4", form), code(textwrap.dedent(str(export["usage"])))])
     layers = moe_layers(run)
     uneven = len({len(layer.kept) for layer in layers}) > 1 and "padded" not in form
-    separate = bool(section(run.metrics, "expert_widths")) and form == "compressed-tensors"
+    separate = "modeling_unfused_experts.py" in (export.get("files") or {})
+    pruned = any(widths[0] == 0 for layer in expert_width_layers(run) for widths in layer.widths)
+    uneven = uneven or (pruned and any(str(name).endswith(".py") for name in export.get("files") or {}))
     pieces = [
         element("h4", "transformers"),
         code(
