@@ -326,7 +326,7 @@ def test_routers_never_lose_too_many_experts(tmp_path):
         assert sum(PRUNED not in group.widths for group in members) >= layer.top_k
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v2", "qwen2_moe"])
 def test_layer_errors_are_those_of_one_projection_at_a_time(name, tmp_path):
     """Against the block's own output with that matrix replaced in the model."""
     backend = make_backend(tmp_path, name=name, experts="projection", locks=LOCKS[name])
@@ -346,26 +346,37 @@ def test_layer_errors_are_those_of_one_projection_at_a_time(name, tmp_path):
         return result.reshape(-1, hidden.shape[-1])[data.mask.reshape(-1)]
 
     expected, packed = output(), backend.packed()
-    rows = [i for i, g in enumerate(backend.plan.groups) if getattr(g.members[0], "layer", None) is not None]
-    rows = [i for i in rows if backend.plan.groups[i].members[0].layer.index == layer.index]
-    for row in rows[:4]:
+    groups = backend.plan.groups
+    rows = [i for i, g in enumerate(groups) if getattr(g.members[0], "layer", None) is not None]
+    rows = [i for i in rows if groups[i].members[0].layer.index == layer.index]
+    shared = [
+        i
+        for i, g in enumerate(groups)
+        if g.members[0].role == "shared_expert" and g.block == layer.decoder_index
+    ]
+    assert len(shared) == (3 if layer.shared is not None else 0)
+    for row in (*rows[:4], *shared):
         norms = []
-        for member in backend.plan.groups[row].members:
+        for member in groups[row].members:
             before = member.weight.clone()
-            member.weight.copy_(packed_candidate(packed, member, "2").dequantize())
+            found = packed[member.name]["2"] if row in shared else packed_candidate(packed, member, "2")
+            member.weight.data.copy_(found.dequantize())
             norms.append(float((output() - expected).norm()))
-            member.weight.copy_(before)
+            member.weight.data.copy_(before)
         assert float(table[row, backend.plan.widths.index(2)]) == pytest.approx(
             sum(norms), rel=1e-3, abs=1e-5
         )
-    with pytest.raises(ValueError, match="other groups"):
-        make_backend(tmp_path / "other", name=name).layer_errors(data)
+    other = make_backend(tmp_path / "other", name=name)
+    other.prepare(data)
+    with pytest.raises(ValueError, match=r"other groups.*--lock attention=16"):
+        other.layer_errors(data)
 
 
 LOCKS = {
     "qwen3_moe": ["attention=16", "mlp=16"],
     "gpt_oss": ["attention=16"],
-    "deepseek_v2": ["attention=16", "mlp=16", "shared_expert=16"],
+    "deepseek_v2": ["attention=16", "mlp=16"],
+    "qwen2_moe": ["attention=16"],
 }
 
 

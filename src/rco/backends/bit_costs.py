@@ -28,11 +28,11 @@ from rco.models.layout import LinearInfo
 from rco.models.moe import MoELayer
 from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear
 
-__all__ = ["KINDS", "BitCosts", "Count", "Visits", "most_visited"]
+__all__ = ["EXPERT_ROLES", "KINDS", "BitCosts", "Count", "Visits", "most_visited"]
 
 Count = Literal["all", "experts"]
 KINDS = ("bits", "bpw", "size", "active_bits")
-_EXPERT_ROLES = (EXPERT_ROLE, "shared_expert")
+EXPERT_ROLES = (EXPERT_ROLE, "shared_expert")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class BitCosts:
 
     def counts_linear(self, info: LinearInfo) -> bool:
         """Whether a linear is counted."""
-        return self.count == "all" or info.role in _EXPERT_ROLES
+        return self.count == "all" or info.role in EXPERT_ROLES
 
     @cached_property
     def _layout(self) -> FileLayout:

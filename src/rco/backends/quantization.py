@@ -24,9 +24,10 @@ from rco.backends.candidates import (
     option_label,
 )
 from rco.backends.expert_candidates import kept_experts, packed_candidate, recorded
+from rco.backends.layer_errors import layer_errors
 from rco.backends.objective import LanguageModelObjective, LossKind, Reference
 from rco.backends.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
-from rco.backends.switched import SwitchedModel, expert_options, switched_model
+from rco.backends.switched import SwitchedModel, switched_model
 from rco.compressors.packing import PackedWeight
 from rco.compressors.streaming import OptionStream, pinned
 from rco.core.problem import Allocation, AllocationProblem, InfeasibleBudgetError
@@ -39,7 +40,6 @@ from rco.models.loading import LoadedModel
 from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear, model_linears, sparse_layers
 from rco.models.moe_prune import prune_experts
 from rco.models.moe_scores import count_visits
-from rco.models.moe_sensitivity import layer_output_errors
 from rco.models.precision import computing_in, default_compute_dtype
 from rco.store import CandidateStore, StoreMismatchError
 
@@ -315,23 +315,17 @@ class QuantizationBackend(Backend):
     def layer_errors(self, calibration: CalibrationSet, *, experts_only: bool = True) -> Tensor:
         """(N, K) L2 norm of what a group's option does to the output of its layer, its members one at a time.
 
-        Sensitivities of experts as MxMoE takes them, summed over a group's members. Groups outside experts have
-        none, and with ``experts_only`` must be locked.
+        Sensitivities of experts, shared ones among them, as MxMoE takes them, summed over a group's members. Groups
+        outside experts have none, and with ``experts_only`` must be locked.
         """
-        free = [g.name for g in self.plan.groups if g.members[0].role != EXPERT_ROLE and len(g.widths) > 1]
-        if free and experts_only:
-            raise ValueError(
-                f"Layer-output sensitivities are those of experts; {len(free)} other groups, such as {free[0]}, "
-                "have a choice: lock them, e.g. with --lock attention=16."
-            )
-        table = torch.zeros(len(self.plan.groups), len(self.plan.widths), dtype=torch.float64)
         with computing_in(self.loaded.model, self.compute_dtype):
-            options, rows = expert_options(self.plan, self.packed(), self.plan.widths)
-            batches = ((part.tokens, part.mask) for part in calibration.batches(self.settings.batch_size))
-            for layer, squares in layer_output_errors(self.loaded.model, options, batches).items():
-                places = torch.from_numpy(rows[layer]).reshape(-1)
-                table.index_add_(0, places, squares.sqrt().flatten(0, 1))
-        return table
+            return layer_errors(
+                self.loaded.model,
+                self.plan,
+                self.packed(),
+                ((part.tokens, part.mask) for part in calibration.batches(self.settings.batch_size)),
+                experts_only=experts_only,
+            )
 
     @property
     def alike(self) -> list[tuple[int, ...] | None]:

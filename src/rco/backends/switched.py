@@ -17,7 +17,7 @@ from rco.models.moe import MoELayer
 from rco.models.moe_linears import ExpertLinear
 from rco.models.moe_switch import ExpertOptions, SwitchableExperts, switchable_experts
 
-__all__ = ["SwitchedModel", "expert_options", "switched_model"]
+__all__ = ["SwitchedModel", "expert_options", "option_list", "switched_model"]
 
 _PARTS = {"gate": 0, "up": 1, "down": 2}
 
@@ -78,7 +78,7 @@ def switched_model(
     for row, group in enumerate(plan.groups):
         for info in group.members:
             if group.widths != (LEAVE_ALONE,) and not isinstance(info, ExpertLinear):
-                options = _options(packed[info.name], columns)
+                options = option_list(packed[info.name], columns)
                 modules[info.name] = make_switchable(info.module, options, stream)
                 rows[info.name] = row
     experts, expert_rows = expert_options(plan, packed, columns)
@@ -113,8 +113,8 @@ def expert_options(
     options = {
         index: ExpertOptions(
             layer,
-            _options(packed[f"{layer.experts_name}.gate_up_proj"], columns),
-            _options(packed[f"{layer.experts_name}.down_proj"], columns),
+            option_list(packed[f"{layer.experts_name}.gate_up_proj"], columns),
+            option_list(packed[f"{layer.experts_name}.down_proj"], columns),
             pruned=columns.index(PRUNED) if PRUNED in columns else None,
         )
         for index, layer in layers.items()
@@ -122,6 +122,6 @@ def expert_options(
     return options, {index: rows[index] for index in options}
 
 
-def _options(packed: Mapping[str, PackedWeight], columns: Sequence[int]) -> list[PackedWeight | None]:
+def option_list(packed: Mapping[str, PackedWeight], columns: Sequence[int]) -> list[PackedWeight | None]:
     """One entry per column of the gates; None is the original weight, which also stands in for no weight at all."""
     return [None if width in (LEAVE_ALONE, PRUNED) else packed[option_label(width)] for width in columns]
