@@ -16,8 +16,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/rco quantize tiny-llama --bits 2.5 --resume
 
+# Files of tests are spread over the cores; a file stays on one, so that what its tests share is made once.
 test: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile
 
 test-slow: setup
 	$(BIN)/python -m pytest -q -m slow --timeout 3600
