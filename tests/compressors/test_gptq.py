@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rco.compressors import gptq as gptq_module
+from rco.compressors import gptq_columns as columns_module
 from rco.compressors import grid as grid_module
-from rco.compressors.gptq import block_edges, gptq
+from rco.compressors.gptq import gptq
+from rco.compressors.gptq_columns import block_edges
 from rco.compressors.grid import Grid, round_to_nearest
 from rco.compressors.hessian import HessianAccumulator
 from rco.compressors.packing import PackedWeight
@@ -219,7 +220,7 @@ def test_portable_columns_agree_with_compiled(act_order: bool, monkeypatch: pyte
     weight, hessian = layer(30, 90, 300)
     grids = [Grid(2, 32), Grid(3, None, True), Grid(5, 16, True), Grid(8, 7)]
     compiled = gptq(weight, hessian, grids, act_order=act_order, block=32)
-    for module in (gptq_module, grid_module):
+    for module in (columns_module, grid_module):
         monkeypatch.setattr(module, "on_compiled_path", lambda tensor: False)
     portable = gptq(weight, hessian, grids, act_order=act_order, block=32)
     for a, b in zip(compiled.candidates, portable.candidates, strict=True):

@@ -1,27 +1,21 @@
 """GPTQ for any number of grids at once.
 
 Columns are quantized in turn and the error of each is made up for by those not yet quantized (Frantar et al.,
-2023). One damped Hessian and one factor of its inverse serve every grid; within a block of columns corrections are
-applied one by one, to the columns after the block by one matrix product per grid.
-
-With ``H + damp I = R R^T`` (R upper triangular) the factor that GPTQ needs is ``U = R^-1``, since
-``(H + damp I)^-1 = U^T U``, and the corrections satisfy ``W - Q = E U``: the squared errors in the norm of the
-damped Hessian are the row sums of ``E^2``, at no cost.
+2023). One damped Hessian and one factor of its inverse serve every grid (:mod:`rco.compressors.gptq_factors`), and
+the columns are run for all grids together (:mod:`rco.compressors.gptq_columns`).
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rco.compressors import column_kernels, cpu_kernels
 from rco.compressors.descent import descend
+from rco.compressors.gptq_columns import Solution, run_columns
+from rco.compressors.gptq_factors import Factors, exact_errors, exact_place, factorize, root_losses
 from rco.compressors.grid import (
     Clip,
     FitSettings,
@@ -30,19 +24,14 @@ from rco.compressors.grid import (
     check_weight,
     differences,
     fit_groups,
-    fit_span,
     nearest_codes,
     normalized_importance,
-    on_fitting_kernels,
     working_dtype,
 )
-from rco.compressors.packing import PackedWeight, on_compiled_path
+from rco.compressors.packing import PackedWeight
 
 __all__ = ["GPTQResult", "gptq"]
 
-log = logging.getLogger(__name__)
-
-_DAMP_GROWTH, _DAMP_ATTEMPTS = 10.0, 8
 # Running sums in float32 decide between GPTQ and rounding where they are this far apart, relative to their terms.
 _CLEAR_MARGIN = 1e-3
 
@@ -66,31 +55,6 @@ class GPTQResult:
     nearest_errors: Tensor
     nearest_rows: Tensor
     damp: float
-
-
-@dataclass(frozen=True)
-class _Factors:
-    hessian: Tensor  # float64, dead columns made independent, not damped
-    root: Tensor  # R, upper, in the working type
-    inverse_root: Tensor  # U = R^-1
-    order: Tensor | None  # column taken at each position, None for the natural order
-    shift: float  # what was added to the diagonal
-    damp: float
-
-
-@dataclass
-class _Solution:
-    """Codes and grids of every width, in the natural order of columns."""
-
-    codes: list[Tensor]
-    scales: list[Tensor]
-    zeros: list[Tensor]
-    losses: Tensor  # (K, rows), in the norm of the damped Hessian
-
-    def subset(self, members: Sequence[int]) -> _Solution:
-        """Some of the widths; codes, scales and zero points are the same tensors, losses a copy."""
-        codes, scales, zeros = ([part[k] for k in members] for part in (self.codes, self.scales, self.zeros))
-        return _Solution(codes, scales, zeros, self.losses[list(members)])
 
 
 def gptq(
@@ -130,7 +94,7 @@ def gptq(
         )
     settings = FitSettings(clip, storage_dtype or weight.dtype)
     values = weight.detach().to(working_dtype(weight)).contiguous()
-    factors = _factorize(hessian, values, damp, act_order)
+    factors = factorize(hessian, values, damp, act_order)
     diagonal = normalized_importance(factors.hessian.diagonal() + factors.shift, values)
 
     nearest = _round_all(values, grids, settings, diagonal)
@@ -141,7 +105,7 @@ def gptq(
     damped = factors.hessian.clone()
     damped.diagonal().add_(factors.shift)
     damped = damped.to(device=values.device, dtype=values.dtype)
-    solution = _Solution([], [], [], torch.zeros_like(nearest.losses))
+    solution = Solution([], [], [], torch.zeros_like(nearest.losses))
     for k in range(len(grids)):
         solution.codes.append(torch.empty_like(nearest.codes[k]))
         solution.scales.append(nearest.scales[k].clone())
@@ -151,7 +115,7 @@ def gptq(
     for size in sorted(set(sizes)):
         members = [k for k, other in enumerate(sizes) if other == size]
         part = solution.subset(members)
-        _run_columns(
+        run_columns(
             values,
             factors,
             [grids[k] for k in members],
@@ -169,7 +133,7 @@ def gptq(
             solution.losses[k] += descend(values, damped, grid, settings, *fitted, sweeps=sweeps, block=block)
 
     errors, nearest_errors, nearest_rows = _keep_better(values, factors, grids, settings, solution, nearest)
-    norm = _root_losses(values, factors).sum() - factors.shift * values.double().square().sum()
+    norm = root_losses(values, factors).sum() - factors.shift * values.double().square().sum()
     candidates = [
         assemble(codes, scales, zeros, grid, settings.storage_dtype)
         for codes, scales, zeros, grid in zip(
@@ -180,284 +144,20 @@ def gptq(
     return GPTQResult(candidates, errors, relative, nearest_errors, nearest_rows, factors.damp)
 
 
-def _factorize(hessian: Tensor, values: Tensor, damp: float, act_order: bool) -> _Factors:
-    cols = values.shape[1]
-    if hessian.shape != (cols, cols):
-        raise ValueError(
-            f"A weight of {cols} columns needs a ({cols}, {cols}) Hessian, got {tuple(hessian.shape)}."
-        )
-    # Factors are taken in float64 whatever the weights are in; a device without it leaves that to the CPU.
-    place = torch.device("cpu") if values.device.type == "mps" else values.device
-    matrix = hessian.detach().to(device=place, dtype=torch.float64, copy=True)
-    if not bool(torch.isfinite(matrix).all()):
-        raise ValueError("The Hessian has NaN or infinite values; check the layer's calibration inputs.")
-    diagonal = matrix.diagonal()
-    if bool((diagonal < 0).any()):
-        raise ValueError(
-            "The Hessian has a negative diagonal entry, so it is not a sum of squares of inputs."
-        )
-    dead = diagonal == 0
-    mean = float(diagonal.mean()) or 1.0
-    order = None
-    if act_order:
-        order = torch.argsort(diagonal, descending=True, stable=True)
-        matrix = matrix[order][:, order]
-        dead = dead[order]
-    shift, used = damp * mean, damp
-    for _ in range(_DAMP_ATTEMPTS):
-        damped = matrix.clone()
-        # An input that was always zero tells nothing: its column is rounded to nearest, alone.
-        damped.diagonal().add_(shift + mean * dead.to(torch.float64))
-        # The flipped matrix has a lower factor where this one has an upper.
-        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
-        if not bool(failed):
-            break
-        used = max(used, 1e-3) * _DAMP_GROWTH
-        shift = used * mean
-        log.warning(
-            "The damped Hessian (%d columns) has no Cholesky factor; dampening raised to %g.", cols, used
-        )
-    else:
-        raise ValueError(
-            f"The Hessian has no Cholesky factor even with {used:g} times its mean diagonal added; "
-            f"it is not symmetric and positive."
-        )
-    root = lower.flip(0, 1)
-    identity = torch.eye(cols, dtype=root.dtype, device=place)
-    inverse_root = torch.linalg.solve_triangular(root, identity, upper=True)
-    natural = hessian.detach().to(device=place, dtype=torch.float64)
-    return _Factors(
-        hessian=natural,
-        root=root.to(dtype=values.dtype, device=values.device).contiguous(),
-        inverse_root=inverse_root.to(dtype=values.dtype, device=values.device).contiguous(),
-        order=None if order is None else order.to(values.device),
-        shift=shift,
-        damp=used,
-    )
-
-
-def _round_all(values: Tensor, grids: Sequence[Grid], settings: FitSettings, importance: Tensor) -> _Solution:
+def _round_all(values: Tensor, grids: Sequence[Grid], settings: FitSettings, importance: Tensor) -> Solution:
     fitted = [fit_groups(values, grid, settings, importance) for grid in grids]
     codes = [nearest_codes(values, *fit, grid) for fit, grid in zip(fitted, grids, strict=True)]
-    losses = torch.zeros(len(grids), values.shape[0], dtype=torch.float64, device=_exact_place(values))
-    return _Solution(codes, [scale for scale, _ in fitted], [zero for _, zero in fitted], losses)
-
-
-def _exact_place(values: Tensor) -> torch.device:
-    return torch.device("cpu") if values.device.type == "mps" else values.device
-
-
-def block_edges(cols: int, group: int, block: int) -> list[int]:
-    """Where blocks end: at most ``block`` columns, and no group that starts inside one reaches past it.
-
-    A group's range is fitted when its first column's turn comes, on weights that carry all corrections so far;
-    within a block those are known for the block's own columns alone.
-    """
-    edges = [0]
-    while edges[-1] < cols:
-        start = edges[-1]
-        end = min(start + block, cols)
-        last_group = end - end % group
-        if end < cols and start < last_group:
-            end = last_group
-        edges.append(end)
-    return edges
-
-
-def _run_columns(
-    values: Tensor,
-    factors: _Factors,
-    grids: Sequence[Grid],
-    size: int,
-    settings: FitSettings,
-    importance: Tensor,
-    block: int,
-    solution: _Solution,
-    fit: bool,
-) -> None:
-    """Fill ``solution`` by the column loop over grids with groups of ``size``; scales are given unless ``fit``."""
-    cols = values.shape[1]
-    order = factors.order
-    ordered = values if order is None else values[:, order].contiguous()
-    current = [ordered.clone() for _ in grids]
-    positions = torch.arange(cols, device=values.device) if order is None else order
-    group_of = torch.div(positions, size, rounding_mode="floor")
-    step = _columns_compiled if on_compiled_path(values) else _columns_torch
-    if on_fitting_kernels(values, size, settings):
-        # Ranges are fitted between launches: a block has at most one group to fit, and that at its start.
-        step, block = _columns_triton, min(block, size) if fit else block
-    # Given ranges tie no block to any group.
-    for start, end in itertools.pairwise(block_edges(cols, size if fit else 1, block)):
-        ends = _group_ends(start, end, size, cols) if fit else [0] * (end - start)
-        share = factors.inverse_root[start:end, start:end].contiguous()
-        groups = group_of[start:end].contiguous()
-        errors = step(current, share, importance, start, groups, ends, grids, settings, solution)
-        for weight, error in zip(current, errors, strict=True):
-            weight[:, end:].addmm_(error, factors.inverse_root[start:end, end:], alpha=-1.0)
-    if order is not None:
-        for codes in solution.codes:
-            codes.copy_(torch.empty_like(codes).index_copy_(1, order, codes))
-
-
-def _group_ends(start: int, end: int, size: int, cols: int) -> list[int]:
-    """Per column of a block, where the group that starts there ends; 0 if none does."""
-    return [min(col + size, cols) if col % size == 0 else 0 for col in range(start, end)]
-
-
-def _columns_compiled(
-    current: list[Tensor],
-    factor: Tensor,
-    importance: Tensor,
-    start: int,
-    groups: Tensor,
-    ends: list[int],
-    grids: Sequence[Grid],
-    settings: FitSettings,
-    solution: _Solution,
-) -> list[Tensor]:
-    """Quantize a block of columns for every grid; returns the errors that later columns are to make up for."""
-    rows, width = current[0].shape[0], factor.shape[0]
-    errors = [torch.empty(rows, width, dtype=factor.dtype) for _ in grids]
-    share, columns = factor.numpy(), importance.numpy()
-    group_of, fits = groups.numpy(), np.array(ends, dtype=np.int64)
-    tables = [
-        (
-            current[k].numpy(), grid, np.array(settings.limits(grid, factor.dtype), dtype=share.dtype),
-            settings.search(grid), solution.scales[k].numpy(),
-            solution.zeros[k].numpy(), solution.codes[k].numpy(), errors[k].numpy(), solution.losses[k].numpy(),
-        )
-        for k, grid in enumerate(grids)
-    ]  # fmt: skip
-
-    def task(a: int, b: int) -> None:
-        for weight, grid, limits, search, scales, zeros, codes, error, loss in tables:
-            column_kernels.gptq_columns(
-                weight[a:b],
-                share,
-                columns,
-                start,
-                group_of,
-                fits,
-                grid.bits,
-                grid.symmetric,
-                settings.storage,
-                limits,
-                search,
-                scales[a:b],
-                zeros[a:b],
-                codes[a:b],
-                error[a:b],
-                loss[a:b],
-            )
-
-    cpu_kernels.over_rows(rows, width * width * len(grids), task)
-    return errors
-
-
-def _columns_torch(
-    current: list[Tensor],
-    factor: Tensor,
-    importance: Tensor,
-    start: int,
-    groups: Tensor,
-    ends: list[int],
-    grids: Sequence[Grid],
-    settings: FitSettings,
-    solution: _Solution,
-) -> list[Tensor]:
-    """The same with all grids in one batch, for devices where each operation has a fixed price."""
-    width = factor.shape[0]
-    tile = torch.stack([weight[:, start : start + width] for weight in current])
-    scales, zeros, errors = torch.ones_like(tile), torch.zeros_like(tile), torch.empty_like(tile)
-    top = torch.tensor([[(1 << grid.bits) - 1] for grid in grids], dtype=tile.dtype, device=tile.device)
-
-    def spread(first: int, last: int) -> None:
-        for k in range(len(grids)):
-            scales[k, :, first:last] = solution.scales[k][:, groups[first:last]]
-            zeros[k, :, first:last] = solution.zeros[k][:, groups[first:last]].to(tile.dtype)
-
-    # Up to the first group that starts in this block, ranges are known.
-    spread(0, next((j for j, end in enumerate(ends) if end), width))
-    for j, end in enumerate(ends):
-        if end:
-            inside = min(end - start, width)
-            for k, grid in enumerate(grids):
-                values = torch.cat([tile[k, :, j:inside], current[k][:, start + inside : end]], dim=1)
-                whole = replace(grid, group_size=None)
-                scale, zero = fit_groups(values, whole, settings, importance[start + j : end])
-                solution.scales[k][:, groups[j]] = scale[:, 0]
-                solution.zeros[k][:, groups[j]] = zero[:, 0]
-            spread(j, inside)
-        column, scale, zero = tile[:, :, j], scales[:, :, j], zeros[:, :, j]
-        taken = torch.round(torch.clamp(column / scale, -zero, top - zero))
-        decoded = (taken * scale).to(settings.storage_dtype).to(tile.dtype)
-        error = (column - decoded) / factor[j, j]
-        errors[:, :, j] = error
-        tile[:, :, j] = taken + zero
-        tile[:, :, j + 1 :] -= error[..., None] * factor[j, j + 1 :]
-    for k, codes in enumerate(solution.codes):
-        codes[:, start : start + width] = tile[k].to(torch.uint8)
-    solution.losses += errors.to(solution.losses).square().sum(dim=2)
-    return list(errors.unbind(0))
-
-
-def _columns_triton(
-    current: list[Tensor],
-    factor: Tensor,
-    importance: Tensor,
-    start: int,
-    groups: Tensor,
-    ends: list[int],
-    grids: Sequence[Grid],
-    settings: FitSettings,
-    solution: _Solution,
-) -> list[Tensor]:
-    """The same with one launch for a block's columns, and one before it where a group starts."""
-    from rco.compressors import triton_gptq
-
-    errors = []
-    for k, grid in enumerate(grids):
-        scales, zeros, codes = solution.scales[k], solution.zeros[k], solution.codes[k]
-        if ends[0]:
-            size = grid.columns_per_group(current[k].shape[1])
-            fit_span(current[k], (start, ends[0]), grid, settings, importance, scales, zeros, start // size)
-        errors.append(
-            triton_gptq.columns(
-                current[k],
-                factor,
-                start,
-                groups,
-                grid.bits,
-                settings.storage_dtype,
-                scales,
-                zeros,
-                codes,
-                solution.losses[k],
-            )
-        )
-    return errors
-
-
-def _root_losses(difference: Tensor, factors: _Factors, width: int = 256) -> Tensor:
-    """Row sums of ``(D R)^2``, skipping the half of R that is zero; float64."""
-    if factors.order is not None:
-        difference = difference[:, factors.order]
-    total = torch.zeros(difference.shape[0], dtype=torch.float64, device=_exact_place(difference))
-    for start in range(0, difference.shape[1], width):
-        # Column block of R: rows below its end are zero.
-        end = min(start + width, difference.shape[1])
-        part = difference[:, :end] @ factors.root[:end, start:end]
-        total += part.square().sum(dim=1).to(total)
-    return total
+    losses = torch.zeros(len(grids), values.shape[0], dtype=torch.float64, device=exact_place(values))
+    return Solution(codes, [scale for scale, _ in fitted], [zero for _, zero in fitted], losses)
 
 
 def _keep_better(
     values: Tensor,
-    factors: _Factors,
+    factors: Factors,
     grids: Sequence[Grid],
     settings: FitSettings,
-    solution: _Solution,
-    nearest: _Solution,
+    solution: Solution,
+    nearest: Solution,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Replace rows of ``solution`` by rounding to nearest where that is better; the errors of all."""
     place = solution.losses.device
@@ -470,7 +170,7 @@ def _keep_better(
             difference, size = differences(
                 values, part.codes[k], part.scales[k], part.zeros[k], grid, settings
             )
-            loss = solution.losses[k] if part is solution else _root_losses(difference, factors)
+            loss = solution.losses[k] if part is solution else root_losses(difference, factors)
             kinds.append((difference, loss, size.to(solution.losses)))
         (ours, our_loss, our_size), (theirs, their_loss, their_size) = kinds
         # Losses are in the norm of the damped Hessian; the promise is about the Hessian itself.
@@ -480,8 +180,8 @@ def _keep_better(
         doubtful |= (our_error <= _CLEAR_MARGIN * our_loss) | (their_error <= _CLEAR_MARGIN * their_loss)
         if bool(doubtful.any()):
             chosen = doubtful.nonzero()[:, 0]
-            our_error[chosen] = _exact_errors(ours, factors, chosen)
-            their_error[chosen] = _exact_errors(theirs, factors, chosen)
+            our_error[chosen] = exact_errors(ours, factors, chosen)
+            their_error[chosen] = exact_errors(theirs, factors, chosen)
         worse = (our_error > their_error).to(values.device)
         if bool(worse.any()):
             solution.codes[k][worse] = nearest.codes[k][worse]
@@ -491,8 +191,3 @@ def _keep_better(
         nearest_errors[k] = their_error.sum()
         nearest_rows[k] = worse.sum().to(place)
     return errors, nearest_errors, nearest_rows
-
-
-def _exact_errors(difference: Tensor, factors: _Factors, rows: Tensor) -> Tensor:
-    chosen = difference[rows.to(difference.device)].to(device=factors.hessian.device, dtype=torch.float64)
-    return ((chosen @ factors.hessian) * chosen).sum(dim=1).clamp_min(0)
