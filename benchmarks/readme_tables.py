@@ -212,6 +212,31 @@ def knapsack_study():
     return [*lines, ""]
 
 
+def candidates():
+    data = load("gptq_widths")
+    if data is None:
+        return []
+    lines = [
+        "**GPTQ at seven widths (2 to 8 bits) in units of one width** (`python benchmarks/gptq_widths.py`, "
+        f"{data['environment']['threads']} threads,",
+        f"{data['layers'][0]['tokens']:,} calibration tokens). The limit of {data['limit']} is for the way from a "
+        "layer's calibration inputs to its packed",
+        "candidates by GPTQ proper. The solve alone, which shares nothing but the factor of the Hessian, takes "
+        "more than that, and",
+        "so may the whole with the coordinate descent that `rco quantize` adds after GPTQ (`--sweeps`).",
+        "",
+        "| layer | sweeps | from inputs to candidates | solve alone | seconds, seven widths | seconds, Hessian |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in data["layers"]:
+        shape = " x ".join(map(str, row["shape"]))
+        lines.append(
+            f"| {shape} | {row['sweeps']} | {row['ratio_from_inputs']:.2f} | {row['ratio_solve_alone']:.2f} | "
+            f"{row['seven_widths_s']:.3f} | {row['hessian_s']:.3f} |"
+        )
+    return [*lines, ""]
+
+
 def memory():
     data = load("search_memory")
     if data is None:
@@ -251,7 +276,17 @@ def ablations():
 
 
 DOCUMENTS = {
-    "README.md": (comparison, smollm, pruning, experts, solver, knapsack_study, memory, ablations),
+    "README.md": (
+        comparison,
+        smollm,
+        pruning,
+        experts,
+        solver,
+        knapsack_study,
+        candidates,
+        memory,
+        ablations,
+    ),
     "docs/comparison.md": (long_comparison,),
 }
 

@@ -1,8 +1,8 @@
 """The column loop of GPTQ: blocks of columns, each rounded in turn, for any number of grids at once.
 
 Within a block of columns corrections are applied one by one, to the columns after the block by one matrix product
-per grid. The corrections satisfy ``W - Q = E U`` (U as in :mod:`rco.compressors.gptq_factors`): the squared errors in
-the norm of the damped Hessian are the row sums of ``E^2``, at no cost.
+per grid. With U as in :mod:`rco.compressors.gptq_factors` the corrections satisfy ``W - Q = E U``: the squared
+errors in the norm of the damped Hessian are the row sums of ``E^2``, at no cost.
 """
 
 from __future__ import annotations
