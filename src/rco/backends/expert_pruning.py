@@ -238,9 +238,9 @@ class ExpertPruningBackend(Backend):
                 mode: GateMode,
                 held_back: ExpertObjective | None,
             ) -> ExpertObjective:
-                def set_gates(values: Tensor) -> None:
+                def set_gates(given: Tensor, values: Tensor | None = None) -> None:
                     gates.use_mode(mode)
-                    gates.set_gates(values[:, KEEP])
+                    gates.set_gates(given[:, KEEP], None if values is None else values[:, KEEP])
 
                 return ExpertObjective(
                     self.loaded,
@@ -254,6 +254,7 @@ class ExpertPruningBackend(Backend):
                     selection=held_back,
                     group_blocks=self.blocks.tolist(),
                     curvature=None if held_back is None else self.curvature(),
+                    room=gates.room,
                 )
 
             held_back = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol
@@ -10,11 +11,13 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from rco.core.transfer import send
 from rco.data.calibration import CalibrationSet
 from rco.losses import Head, chunked_cross_entropy, chunked_kl
 from rco.models.loading import LoadedModel
+from rco.models.moe_room import ProbeRoom
 
-__all__ = ["LanguageModelObjective", "LossKind", "OptionErrors", "Reference"]
+__all__ = ["LanguageModelObjective", "LossKind", "OptionErrors", "Reference", "SetGates"]
 
 LossKind = Literal["kl", "cross-entropy"]
 
@@ -54,6 +57,20 @@ class OptionErrors(Protocol):
         ...
 
 
+class SetGates(Protocol):
+    """Applies gates to a model."""
+
+    def __call__(self, gates: Tensor, values: Tensor | None = None) -> None:
+        """Let the model use the options that ``gates`` (N, K) pick.
+
+        Args:
+            gates: One-hot rows that may carry gradient.
+            values: The same numbers in host memory, where the gates are on a device: choices are read off them,
+                so that nobody waits.
+        """
+        ...
+
+
 class LanguageModelObjective:
     """Mean loss per predicted token of a model whose options are set by gates.
 
@@ -69,6 +86,7 @@ class LanguageModelObjective:
         selection: The same on the held-back sequences.
         curvature: (N, K, K) second-order cost of a switch, if it is known.
         errors: Makes the tables that some methods ask for; None: there are none.
+        room: What the model's backward pass makes room for without knowing how much it needs; None: nothing.
 
     Attributes:
         layer_errors: (N, K) sensitivities of layers' outputs, where someone has measured them and set them here.
@@ -84,7 +102,7 @@ class LanguageModelObjective:
         calibration: CalibrationSet,
         reference: Reference | None,
         reference_head: Head,
-        set_gates: Callable[[Tensor], None],
+        set_gates: SetGates,
         student_head: Callable[[], Head],
         *,
         batch_size: int = 1,
@@ -92,6 +110,7 @@ class LanguageModelObjective:
         selection: LanguageModelObjective | None = None,
         curvature: Tensor | None = None,
         errors: OptionErrors | None = None,
+        room: ProbeRoom | None = None,
     ) -> None:
         self._loaded = loaded
         self._calibration = calibration
@@ -106,6 +125,7 @@ class LanguageModelObjective:
         if curvature is not None:
             self.curvature = curvature
         self._errors = errors
+        self._room = room
         self.tokens_per_batch = batch_size * calibration.tokens.shape[1]
 
     @cached_property
@@ -125,19 +145,46 @@ class LanguageModelObjective:
 
     def loss(self, gates: Tensor, batch: int) -> Tensor:
         """Loss on one batch of sequences; differentiable in the gates."""
+        return self._loss(gates, None, batch)
+
+    def enqueue(self, gates: Tensor, batch: int) -> Callable[[], tuple[float, Tensor]]:
+        """Launch the loss on one batch and its gradient; what is returned waits for them.
+
+        The gates go to the model's device and their gradient stays there, so that nothing has to be waited for
+        within a sample or between two of them. What is kept of a sample is its loss and its gradient.
+        """
+        values = gates.detach()
+        # Not every device has the gates' float64.
+        placed = values.float() if self._loaded.device.type == "mps" else values
+        leaf = send(placed, self._loaded.device).requires_grad_()
+        room = self._room
+        with nullcontext() if room is None else room.sample() as used:
+            loss = self._loss(leaf, values, batch)
+            (gradient,) = torch.autograd.grad(loss, leaf)
+        loss = loss.detach()
+
+        def answer() -> tuple[float, Tensor]:
+            if room is not None and used is not None and not room.settle(used):
+                return self.enqueue(gates, batch)()
+            return float(loss), gradient.to(device=values.device, dtype=values.dtype)
+
+        return answer
+
+    def _loss(self, gates: Tensor, values: Tensor | None, batch: int) -> Tensor:
         if not 0 <= batch < self.num_batches:
             raise IndexError(f"There are {self.num_batches} batches, got number {batch}.")
         rows = slice(batch * self._batch_size, (batch + 1) * self._batch_size)
-        device = self._loaded.device
-        tokens = self._calibration.tokens[rows].to(device, non_blocking=True)
+        device, ids = self._loaded.device, self._calibration.tokens[rows]
+        tokens = send(ids, device)
         mask = self._calibration.mask[rows, :-1]  # on the CPU: what counts is known without asking the device
         reference = None
         if self._reference is not None:
-            # Fetched ahead of the forward pass, so that the copy is over by the time it is needed.
-            reference = self._reference.hidden[rows, :-1].to(device, non_blocking=True)
-        self._set_gates(gates)
+            # Fetched ahead of the forward pass, so that the copy is over by the time it is needed; whole sequences,
+            # which are contiguous in pinned memory.
+            reference = send(self._reference.hidden[rows], device)[:, :-1]
+        self._set_gates(gates, values)
         hidden = self._loaded.layout.final_hidden(self._loaded.model, tokens)[:, :-1]
         head = self._student_head()
         if reference is None:
-            return chunked_cross_entropy(hidden, head, tokens[:, 1:], mask)
+            return chunked_cross_entropy(hidden, head, ids[:, 1:], mask)
         return chunked_kl(hidden, head, reference, self._reference_head, mask, top_k=self._top_k)

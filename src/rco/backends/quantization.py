@@ -432,6 +432,7 @@ class QuantizationBackend(Backend):
                     selection=held_back,
                     curvature=self.curvature,
                     errors=self,
+                    room=switched.room,
                 )
 
             held_back = make(selection, references[1], None) if selection is not None else None

@@ -15,6 +15,7 @@ from rco.compressors.streaming import OptionStream
 from rco.models.gating import GatedModel, gate_choices, make_switchable, switchable_model
 from rco.models.moe import MoELayer
 from rco.models.moe_linears import ExpertLinear
+from rco.models.moe_room import ProbeRoom
 from rco.models.moe_switch import ExpertOptions, SwitchableExperts, switchable_experts
 
 __all__ = ["SwitchedModel", "expert_options", "option_list", "switched_model"]
@@ -42,9 +43,17 @@ class SwitchedModel:
         self._linears, self._rows, self._experts, self._wanted = linears, rows, experts, wanted
         self._active = wanted.tolist()
 
-    def set_gates(self, gates: Tensor) -> None:
-        """Let every group use the option that its row of the gates (N, K) picks; rows are one-hot."""
-        choices = gate_choices(gates)
+    @property
+    def room(self) -> ProbeRoom | None:
+        """What a backward pass makes room for; None where no expert can be pruned."""
+        return None if self._experts is None else self._experts.room
+
+    def set_gates(self, gates: Tensor, values: Tensor | None = None) -> None:
+        """Let every group use the option that its row of the gates (N, K) picks; rows are one-hot.
+
+        ``values`` are the same numbers in host memory, where the gates are on a device.
+        """
+        choices = gate_choices(gates if values is None else values)
         self._linears.set_gates(gates, self._rows, active=self._active, choices=choices)
         if self._experts is not None:
             self._experts.set_gates(gates, choices, self._wanted)

@@ -21,8 +21,9 @@ from rco.compressors.packing import (
     joined_rows,
     on_compiled_path,
 )
+from rco.core.transfer import send
 
-__all__ = ["decode_segments", "stack_rows"]
+__all__ = ["by_option", "decode_segments", "stack_rows"]
 
 
 def stack_rows(weights: Sequence[PackedWeight]) -> PackedWeight:
@@ -40,8 +41,16 @@ def stack_rows(weights: Sequence[PackedWeight]) -> PackedWeight:
     )
 
 
+def by_option(choices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Segments in the order of the options (segments,) chosen for them."""
+    return np.argsort(choices, kind="stable")
+
+
 def decode_segments(
-    options: Sequence[PackedWeight | Tensor], choices: NDArray[np.int64], out: Tensor
+    options: Sequence[PackedWeight | Tensor],
+    choices: NDArray[np.int64],
+    out: Tensor,
+    places: Tensor | None = None,
 ) -> Tensor:
     """Decode a stack of matrices, each at the option chosen for it; one pass per option, not per matrix.
 
@@ -49,24 +58,28 @@ def decode_segments(
         options: K versions of the same stack, (segments x rows, in), packed or dense.
         choices: (segments,) option of every matrix of the stack.
         out: (segments x rows, in), contiguous; written to.
+        places: :func:`by_option` of the choices where ``out`` is, if it is there already.
     """
     segments, rows = len(choices), out.shape[0] // len(choices)
+    order = by_option(choices)
+    if places is None:
+        places = send(torch.from_numpy(order), out.device)
+    end = 0
     direct = on_compiled_path(out) and out.dtype in (torch.float32, torch.float64)
     for k in np.unique(choices).tolist():
-        option, chosen = options[k], np.flatnonzero(choices == k)
+        start, end = end, end + int((choices == k).sum())
+        option, chosen, there = options[k], order[start:end], places[start:end]
         if direct and isinstance(option, PackedWeight):
             _decode_compiled_at(option, chosen, rows, out)
             continue
         target = out.view(segments, rows, -1)
         if isinstance(option, Tensor):
-            places = torch.from_numpy(chosen).to(out.device)
-            target[places] = option.view(segments, rows, -1)[places].to(out.dtype)
+            target[there] = option.view(segments, rows, -1)[there].to(out.dtype)
         elif len(chosen) == segments:
             option.dequantize(out=out)
         else:
-            places = torch.from_numpy(chosen).to(out.device)
-            taken = _segments_of(option, places, segments)
-            target[places] = taken.dequantize(out.dtype).view(len(chosen), rows, -1)
+            taken = _segments_of(option, there, segments)
+            target[there] = taken.dequantize(out.dtype).view(len(chosen), rows, -1)
     return out
 
 

@@ -1,7 +1,8 @@
 """Asking an objective: many questions at once, counted, and within an allowance.
 
 A search knows a whole step's samples, or a round's candidates, before it needs the first answer. Handing them over
-together lets an objective spread them over devices; one that cannot is asked one by one, with the same answers.
+together lets an objective spread them over devices, or enqueue them all on one; one that can do neither is asked
+one by one, with the same answers.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core.protocols import CurvedObjective, Objective, selection_objective
+from rco.core.protocols import CurvedObjective, Objective, QueuedObjective, selection_objective
 
 __all__ = [
     "Evaluator",
@@ -59,20 +60,29 @@ def losses(objective: Objective, requests: Sequence[Request]) -> list[float]:
     """The loss of every request, without gradient."""
     if isinstance(objective, ParallelObjective):
         return objective.losses(requests)
-    return [float(objective.loss(gates, batch)) for gates, batch in requests]
+    # All of them are under way before the first is read, which waits for its device.
+    found = [objective.loss(gates, batch) for gates, batch in requests]
+    return [float(loss) for loss in found]
 
 
-def losses_and_gradients(objective: Objective, requests: Sequence[Request]) -> list[tuple[float, Tensor]]:
-    """The loss of every request and its gradient with respect to the gates."""
+def losses_and_gradients(objective: Objective, requests: Iterable[Request]) -> list[tuple[float, Tensor]]:
+    """The loss of every request and its gradient with respect to the gates.
+
+    Requests are taken one at a time: while a device works on one, the next may still be in the making.
+    """
     if isinstance(objective, ParallelObjective):
-        return objective.losses_and_gradients(requests)
-    answers = []
-    for gates, batch in requests:
-        leaf = gates.detach().requires_grad_()
-        loss = objective.loss(leaf, batch)
-        (gradient,) = torch.autograd.grad(loss, leaf)
-        answers.append((float(loss.detach()), gradient))
-    return answers
+        return objective.losses_and_gradients(list(requests))
+    if isinstance(objective, QueuedObjective):
+        answers = [objective.enqueue(gates, batch) for gates, batch in requests]
+        return [answer() for answer in answers]
+    return [_loss_and_gradient(objective, gates, batch) for gates, batch in requests]
+
+
+def _loss_and_gradient(objective: Objective, gates: Tensor, batch: int) -> tuple[float, Tensor]:
+    leaf = gates.detach().requires_grad_()
+    loss = objective.loss(leaf, batch)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return float(loss.detach()), gradient
 
 
 class OutOfAllowance(Exception):
@@ -163,19 +173,23 @@ class Evaluator:
         return _finite(np.array(found))
 
     def losses_and_gradients(
-        self, samples: Sequence[tuple[Tensor, Sequence[int]]]
+        self, samples: Iterable[Tensor], batches: Sequence[Sequence[int]]
     ) -> list[tuple[float, Tensor]]:
-        """For each (gates, batches): mean loss over the batches and its gradient with respect to the gates."""
-        requests = [(gates, batch) for gates, batches in samples for batch in batches]
-        self._take(3 * len(requests))
+        """For each sample's gates: mean loss over its batches and its gradient with respect to the gates.
+
+        Samples may be made one by one as they are taken; a device then works on one while the next is made.
+        """
+        count = sum(len(some) for some in batches)
+        self._take(3 * count)
+        requests = ((gates, batch) for gates, some in zip(samples, batches, strict=True) for batch in some)
         answers = iter(losses_and_gradients(self.objective, requests))
-        self.forwards += len(requests)
-        self.backwards += len(requests)
+        self.forwards += count
+        self.backwards += count
         found = []
-        for gates, batches in samples:
-            part = list(itertools.islice(answers, len(batches)))
+        for some in batches:
+            part = list(itertools.islice(answers, len(some)))
             mean = float(_finite(np.array([loss for loss, _ in part])).mean())
-            total = torch.zeros_like(gates)
+            total = torch.zeros_like(part[0][1])
             for _, gradient in part:
                 total += gradient
             found.append((mean, total / len(part)))
@@ -183,7 +197,7 @@ class Evaluator:
 
     def loss_and_gradient(self, gates: Tensor, batches: Sequence[int]) -> tuple[float, Tensor]:
         """Mean loss over some batches and its gradient with respect to the gates."""
-        return self.losses_and_gradients([(gates.detach(), batches)])[0]
+        return self.losses_and_gradients([gates.detach()], [batches])[0]
 
     def bend(self, choices: Tensor) -> Tensor | None:
         """(N, K) second-order cost of switching each group away from ``choices``, if the objective knows it."""

@@ -10,7 +10,14 @@ from torch import Tensor
 from rco.core.problem import AllocationProblem
 from rco.core.result import SearchResult, StepRecord
 
-__all__ = ["CurvedObjective", "Objective", "Searcher", "SplitObjective", "selection_objective"]
+__all__ = [
+    "CurvedObjective",
+    "Objective",
+    "QueuedObjective",
+    "Searcher",
+    "SplitObjective",
+    "selection_objective",
+]
 
 
 class Objective(Protocol):
@@ -49,6 +56,25 @@ class CurvedObjective(Protocol):
 
     def loss(self, gates: Tensor, batch: int) -> Tensor:
         """As :meth:`Objective.loss`."""
+        ...
+
+
+@runtime_checkable
+class QueuedObjective(Protocol):
+    """An objective on a device that computes while the host goes on.
+
+    A step's samples follow each other on the device without a pause if all of them are enqueued before the first
+    answer is asked for.
+    """
+
+    num_batches: int
+
+    def loss(self, gates: Tensor, batch: int) -> Tensor:
+        """As :meth:`Objective.loss`."""
+        ...
+
+    def enqueue(self, gates: Tensor, batch: int) -> Callable[[], tuple[float, Tensor]]:
+        """Begin the loss and its gradient with respect to the gates; what is returned waits for them."""
         ...
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -235,20 +235,7 @@ class GumbelProcess(Process):
         """Lines 3 to 14 of Algorithm 1."""
         settings, logits, samples = self.settings, self.walker.logits, self.schedule.samples
         self.tau = temperature(self.progress, 1.0, settings.tau)
-        shape = (self.problem.num_groups, self.problem.num_options)
-        noise = torch.stack(
-            [
-                gumbel_noise(shape, seed=settings.seed, step=step, sample=j, antithetic=settings.antithetic)
-                for j in range(samples)
-            ]
-        )
-        values = (logits.detach() + noise + self.problem.log_allowed).numpy()
-        choices = torch.from_numpy(sampled_choices(values, logits.detach(), self.problem))
-
-        gates = [
-            straight_through((logits + noise[j] + self.problem.log_allowed) / self.tau, choices[j])
-            for j in range(samples)
-        ]
+        drawn: list[tuple[Tensor, Tensor]] = []  # choices and gates
         count = settings.batches_per_sample
         walk = batch_order(
             self.evaluator.objective.num_batches,
@@ -257,25 +244,30 @@ class GumbelProcess(Process):
             count=samples * count,
         )
         batches = [walk[j * count : (j + 1) * count] for j in range(samples)]
-        evaluated = self.evaluator.losses_and_gradients(
-            [(sample.detach(), some) for sample, some in zip(gates, batches, strict=True)]
-        )
+
+        def draw() -> Iterator[Tensor]:
+            """Knapsack after knapsack: a device that has been given one sample works while the next is made."""
+            for j in range(samples):
+                drawn.append(self._sample(step, j))
+                yield drawn[-1][1].detach()
+
+        evaluated = self.evaluator.losses_and_gradients(draw(), batches)
 
         gradient, prices = torch.zeros_like(logits), torch.zeros_like(logits)
         losses = []
         # The order of the sums is fixed here, whoever has evaluated the samples.
-        for j, (loss, gate_gradient) in enumerate(evaluated):
+        for (choices, gates), some, (loss, gate_gradient) in zip(drawn, batches, evaluated, strict=True):
             if self.measured is not None:
-                self.measured.see(choices[j], gate_gradient)
-            bend = self.evaluator.bend(choices[j]) if settings.curvature else None
+                self.measured.see(choices, gate_gradient)
+            bend = self.evaluator.bend(choices) if settings.curvature else None
             if bend is not None:
                 gate_gradient = gate_gradient + bend
             # The chain rule through the straight-through softmax.
-            (sample_gradient,) = torch.autograd.grad(gates[j], logits, gate_gradient)
+            (sample_gradient,) = torch.autograd.grad(gates, logits, gate_gradient)
             gradient += sample_gradient / samples
             prices += gate_gradient / samples
             losses.append(loss)
-            self.best.see(choices[j].numpy(), batches[j], loss)
+            self.best.see(choices.numpy(), some, loss)
 
         self.walker.step(gradient, float(np.mean(losses)))
         self.taken = step + 1
@@ -285,6 +277,19 @@ class GumbelProcess(Process):
             self.prices += prices.detach()
             self.averaged += 1
         return float(np.mean(losses))
+
+    def _sample(self, step: int, number: int) -> tuple[Tensor, Tensor]:
+        """Choices (N,) of one feasible sample and its straight-through gates (N, K)."""
+        settings, logits = self.settings, self.walker.logits
+        shape = (self.problem.num_groups, self.problem.num_options)
+        noise = gumbel_noise(
+            shape, seed=settings.seed, step=step, sample=number, antithetic=settings.antithetic
+        )
+        perturbed = logits + noise + self.problem.log_allowed
+        values = perturbed.detach().numpy()[None]
+        (found,) = sampled_choices(values, logits.detach(), self.problem)
+        choices = torch.from_numpy(found)
+        return choices, straight_through(perturbed / self.tau, choices)
 
     def describe(self) -> dict[str, Any]:
         """Temperature, expected cost, and how far the groups are decided."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rco.core.transfer import send
 from rco.losses.head import (
     LOGITS_BYTES,
     Head,
@@ -93,7 +94,8 @@ def chunked_cross_entropy(
     """Negative log-likelihood of ``targets``, averaged over the counted tokens (or summed).
 
     ``targets`` has the leading shape of ``hidden`` and is already aligned with it: position t holds the token
-    that hidden state t predicts. Targets of positions that the mask leaves out are not looked at.
+    that hidden state t predicts. Targets of positions that the mask leaves out are not looked at. They are checked
+    where they are: given in host memory, like the mask, nobody waits for the device.
     """
     job, flat = _cross_entropy_job(hidden, head, targets, mask, chunk_tokens)
     return _reduce(job, flat, head, reduction)
@@ -335,7 +337,7 @@ def _cross_entropy_job(
             f"targets must be int64 of shape {tuple(hidden.shape[:-1])}, got {describe(targets)}."
         )
     index, count = _counted(mask, hidden)
-    counted = _Chunk(0, count, index).take(targets.reshape(-1), targets.device)
+    counted = targets if mask is None else targets[mask.to(device=targets.device, dtype=torch.bool)]
     low, high = (int(bound) for bound in counted.aminmax())
     if low < 0 or high >= head.vocabulary:
         raise ValueError(
@@ -343,9 +345,8 @@ def _cross_entropy_job(
             "leave positions without a target out through the mask."
         )
     chunk_tokens, workspace = _prepare(flat, head, _wide(flat, head.weight), count, chunk_tokens)
-    return _Job(
-        _NegativeLogLikelihood(targets.reshape(-1), workspace), workspace, index, count, chunk_tokens
-    ), flat
+    criterion = _NegativeLogLikelihood(send(targets.reshape(-1), flat.device), workspace)
+    return _Job(criterion, workspace, index, count, chunk_tokens), flat
 
 
 def _prepare(
@@ -389,7 +390,7 @@ def _counted(mask: Tensor | None, hidden: Tensor) -> tuple[Tensor | None, int]:
         )
     if len(index) == total:
         return None, total
-    return index.to(hidden.device, non_blocking=True), len(index)
+    return send(index, hidden.device), len(index)
 
 
 def _wide(*tensors: Tensor) -> torch.dtype:

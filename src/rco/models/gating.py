@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from rco.compressors.packing import PackedWeight
 from rco.compressors.streaming import OptionStream
 from rco.compressors.switchable import Selection, SwitchableLinear, WeightBuffer
+from rco.core.transfer import send
 
 __all__ = [
     "GatedModel",
@@ -80,8 +81,8 @@ class GatedModel:
         """Let every layer use the option that its row of the gates picks.
 
         Args:
-            gates: (N, K); rows are one-hot and may carry gradient. They are read once, here; keep them on the CPU
-                to spare a wait for the device.
+            gates: (N, K); rows are one-hot and may carry gradient. Unless ``choices`` are given they are read here,
+                which waits for the device that they are on.
             group_of: Layer name -> row, for every switchable layer. Layers that share a row share the choice, and
                 their gradients add.
             relaxed: Allow rows that are not one-hot: their layers use the dense mixture of all options.
@@ -103,7 +104,7 @@ class GatedModel:
             if device not in rows:
                 # One unbind for all layers of a device: the gradient is put together once, not once per layer.
                 dtype = torch.float32 if device.type == "mps" else gates.dtype
-                rows[device] = gates.to(device=device, dtype=dtype, non_blocking=True).unbind()
+                rows[device] = send(gates.to(dtype), device).unbind()
             module.select(choices[row], rows[device][row], wanted[row])
         if self.stream is not None:
             self.stream.restart()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rco.losses import Head
+from rco.models.sequences import whole_sequences
 from rco.models.zoo import ModelError
 
 __all__ = ["ARCHITECTURES", "HeadSpec", "Layout", "LinearInfo", "layout_for"]
@@ -249,7 +250,8 @@ class Layout:
 
         Gradients flow if they are enabled. Nothing of size tokens x vocabulary is made.
         """
-        output = self.stack(model)(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        with whole_sequences():
+            output = self.stack(model)(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         return cast(Tensor, output.last_hidden_state)
 
 

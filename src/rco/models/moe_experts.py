@@ -1,20 +1,22 @@
 """Running experts on lists of (token, expert) pairs: one grouped multiplication per projection, no loop.
 
-A pair list may hold more than the pairs that the output needs. The others are *probes*: what an expert would
-have said to a token that was not sent to it. They cost half of a real pair, since nothing flows back through
-them, and the inner product of their output with the output's gradient is all that the gates ask for.
+Gates ask for more pairs than the output needs: *probes*, what an expert would have said to a token that was not
+sent to it. Only the inner product of a probe's output with the output's gradient counts: nothing flows back through
+a probe, which so costs half of a real pair, and none is computed before the backward pass has that gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "Ask",
     "ExpertPairs",
     "ExpertSource",
     "ExpertWeights",
@@ -23,6 +25,7 @@ __all__ = [
     "grouped_linear",
     "grouped_outer",
     "pair_outputs",
+    "routed_tokens",
 ]
 
 _UNFUSED_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -185,59 +188,42 @@ def _aligned(rows: Tensor, weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class ExpertPairs:
-    """(token, expert) pairs in the order of the experts: first those of the routing, then probes.
+    """(token, expert) pairs in the order of the experts.
 
     Attributes:
-        order: (pairs,) position in the unsorted list (routing slots row by row, then probes).
+        order: (pairs,) position in the unsorted list.
         tokens: (pairs,) token of each sorted pair.
         experts: (pairs,) expert of each sorted pair.
         ends: (experts,) int32 ends of the experts' runs.
-        real: Positions of routing slots among the sorted pairs, or None where there is no probe.
-        real_ends: ``ends`` of the routing slots alone.
-        slots: Routing slots in all (tokens x top_k).
     """
 
     order: Tensor
     tokens: Tensor
     experts: Tensor
     ends: Tensor
-    real: Tensor | None
-    real_ends: Tensor
-    slots: int
 
     @classmethod
-    def build(
-        cls,
-        indices: Tensor,
-        num_experts: int,
-        probe_tokens: Tensor | None = None,
-        probe_experts: Tensor | None = None,
-    ) -> ExpertPairs:
-        """Sort the pairs of a routing (tokens, top_k) and of optional probes by expert."""
-        top_k, slots = indices.shape[1], indices.numel()
-        experts = indices.reshape(-1)
-        tokens = torch.arange(indices.shape[0], device=indices.device).repeat_interleave(top_k)
-        probed = probe_tokens is not None and probe_experts is not None and probe_tokens.numel() > 0
-        real_ends = _run_ends(experts, num_experts)
-        if probed:
-            assert probe_tokens is not None
-            assert probe_experts is not None
-            experts, tokens = torch.cat([experts, probe_experts]), torch.cat([tokens, probe_tokens])
-        ordered, order = torch.sort(experts, stable=True)
-        ends = _run_ends(ordered, num_experts) if probed else real_ends
-        # How many they are is known, so they are found without waiting for the device.
-        real = torch.sort(order >= slots, stable=True).indices[:slots] if probed else None
-        return cls(order, tokens[order], ordered, ends, real, real_ends, slots)
+    def build(cls, indices: Tensor, num_experts: int) -> ExpertPairs:
+        """The pairs of a routing (tokens, top_k), token by token before they are sorted."""
+        return cls.sort(routed_tokens(indices), indices.reshape(-1), num_experts)
 
-    def pick(self, values: Tensor) -> Tensor:
-        """The rows of sorted ``values`` that belong to routing slots."""
-        return values if self.real is None else values[self.real]
+    @classmethod
+    def sort(cls, tokens: Tensor, experts: Tensor, num_experts: int) -> ExpertPairs:
+        """Any pairs, sorted by expert; those of one expert stay in their order."""
+        ordered, order = torch.sort(experts, stable=True)
+        return cls(order, tokens[order], ordered, _run_ends(experts, num_experts))
 
     def unsort(self, values: Tensor) -> Tensor:
-        """Sorted rows of routing slots back in routing order."""
+        """Sorted rows back in the order that the pairs came in."""
         out = torch.empty_like(values)
-        out[self.pick(self.order)] = values
+        out[self.order] = values
         return out
+
+
+def routed_tokens(indices: Tensor) -> Tensor:
+    """(tokens x top_k,) token of every entry of a routing (tokens, top_k)."""
+    tokens = torch.arange(indices.shape[0], device=indices.device)
+    return tokens.unsqueeze(1).expand_as(indices).reshape(-1)
 
 
 def _run_ends(experts: Tensor, num_experts: int) -> Tensor:
@@ -263,15 +249,21 @@ def _lower(inner: Tensor, experts: Tensor, ends: Tensor, weights: ExpertWeights)
     return out if weights.down_bias is None else out + weights.down_bias[experts]
 
 
+Ask = Callable[[Tensor, Tensor], Tensor]
+"""Tokens and experts of probes -> what :class:`PairedExperts` says about them."""
+
+
 class PairedExperts(torch.autograd.Function):
     """Weighted sum of expert outputs, with gradients for hidden states, routing weights and gates.
 
     ``apply(hidden, routing_weights, gates, option_gates, pairs, source, gate_gradient)`` returns (tokens, width).
-    Backward forms ``a = <dL/dy_token, f_expert(token)>`` for every pair, probes included; for routing slots
-    it is the gradient of the routing weight, and ``gate_gradient(real, probes)`` turns all of them into the
-    gradient of ``gates``. Where ``option_gates`` are given, the gradients of the experts' weights are formed, one
-    matrix per expert and projection, and ``source.option_gradient`` meets them with every option; otherwise expert
-    weights get no gradient: the search has them frozen.
+    Backward forms ``a = <dL/dy_token, f_expert(token)>`` for every pair: it is the gradient of the routing weight.
+    ``gate_gradient(a, ask)`` turns it into the gradient of ``gates``; ``ask(tokens, experts)`` gives it the same
+    number for probes. Nothing of a probe is needed, computed or kept before that.
+
+    Where ``option_gates`` are given, the gradients of the experts' weights are formed, one matrix per expert and
+    projection, and ``source.option_gradient`` meets them with every option; otherwise expert weights get no
+    gradient: the search has them frozen.
     """
 
     @staticmethod
@@ -283,17 +275,16 @@ class PairedExperts(torch.autograd.Function):
         option_gates: Tensor | None,
         pairs: ExpertPairs,
         source: ExpertSource,
-        gate_gradient: Callable[[Tensor, Tensor], Tensor] | None,
+        gate_gradient: Callable[[Tensor, Ask], Tensor] | None,
     ) -> Tensor:
         """See the class."""
         weights = source.dense()
         risen = _rise(hidden, pairs, weights)
-        outputs = _lower(
-            weights.activate(pairs.pick(risen)), pairs.pick(pairs.experts), pairs.real_ends, weights
-        )
-        slot_weights = routing_weights.reshape(-1)[pairs.pick(pairs.order)]
-        # The hidden states are needed for the weights' gradients alone.
-        ctx.save_for_backward(risen, slot_weights, hidden if ctx.needs_input_grad[3] else None)
+        outputs = _lower(weights.activate(risen), pairs.experts, pairs.ends, weights)
+        slot_weights = routing_weights.reshape(-1)[pairs.order]
+        # The hidden states are needed for probes and for the weights' gradients alone.
+        kept = hidden if ctx.needs_input_grad[2] or ctx.needs_input_grad[3] else None
+        ctx.save_for_backward(risen, slot_weights, kept)
         ctx.pairs, ctx.source, ctx.gate_gradient = pairs, source, gate_gradient
         ctx.shape = (routing_weights.shape, hidden.dtype, routing_weights.dtype)
         ctx.gate_dtype = None if gates is None else gates.dtype
@@ -313,35 +304,45 @@ class PairedExperts(torch.autograd.Function):
         # q = W_down^T g serves twice: <q, activation> is <g, f>, and w * q is the gradient of the activation.
         q = grouped_linear(spread, weights.down.transpose(1, 2), pairs.ends)
         with torch.enable_grad():
-            leaf = pairs.pick(risen).detach().requires_grad_()
+            leaf = risen.detach().requires_grad_()
             inner = weights.activate(leaf)
-        active = inner.detach() if pairs.real is None else weights.activate(risen)
-        products = (q * active).sum(dim=-1)
-        if weights.down_bias is not None:
-            products = products + (spread * weights.down_bias[pairs.experts]).sum(dim=-1)
-        flat = torch.empty_like(products)
-        flat[pairs.order] = products
-        real, probes = flat[: pairs.slots].view(shape), flat[pairs.slots :]
+        products = _products(q, inner.detach(), spread, pairs, weights)
+        real = pairs.unsort(products).view(shape)
 
         grad_hidden = grad_gates = grad_options = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
-            (grad_risen,) = torch.autograd.grad(
-                inner, leaf, pairs.pick(q) * slot_weights.unsqueeze(-1).to(q.dtype)
-            )
+            (grad_risen,) = torch.autograd.grad(inner, leaf, q * slot_weights.unsqueeze(-1).to(q.dtype))
         if ctx.needs_input_grad[0]:
-            rows = grouped_linear(grad_risen, weights.up.transpose(1, 2), pairs.real_ends)
+            rows = grouped_linear(grad_risen, weights.up.transpose(1, 2), pairs.ends)
             grad_hidden = pairs.unsort(rows).view(*shape, -1).sum(dim=1).to(hidden_dtype)
-        if ctx.needs_input_grad[2]:
-            grad_gates = ctx.gate_gradient(real, probes).to(ctx.gate_dtype)
         if ctx.needs_input_grad[3]:
-            seen = hidden[pairs.pick(pairs.tokens)].to(grad_risen.dtype)
-            weighted = pairs.pick(spread).to(q.dtype) * slot_weights.unsqueeze(-1).to(q.dtype)
+            seen = hidden[pairs.tokens].to(grad_risen.dtype)
+            weighted = spread.to(q.dtype) * slot_weights.unsqueeze(-1).to(q.dtype)
             grad_options = ctx.source.option_gradient(
-                grouped_outer(grad_risen, seen, pairs.real_ends),
-                grouped_outer(weighted, inner.detach(), pairs.real_ends),
-                _run_lengths(pairs.real_ends) == 0,
+                grouped_outer(grad_risen, seen, pairs.ends),
+                grouped_outer(weighted, inner.detach(), pairs.ends),
+                _run_lengths(pairs.ends) == 0,
             )
+        if ctx.needs_input_grad[2]:
+            grad_gates = ctx.gate_gradient(real, partial(_probe, hidden, grad, weights)).to(ctx.gate_dtype)
         return grad_hidden, real.to(weight_dtype), grad_gates, grad_options, None, None, None
+
+
+def _probe(hidden: Tensor, grad: Tensor, weights: ExpertWeights, tokens: Tensor, experts: Tensor) -> Tensor:
+    """(probes,) ``<dL/dy_token, f_expert(token)>`` of tokens that were not sent to the experts."""
+    pairs = ExpertPairs.sort(tokens, experts, weights.num_experts)
+    spread = grad[pairs.tokens]
+    q = grouped_linear(spread, weights.down.transpose(1, 2), pairs.ends)
+    inner = weights.activate(_rise(hidden, pairs, weights))
+    return pairs.unsort(_products(q, inner, spread, pairs, weights))
+
+
+def _products(q: Tensor, inner: Tensor, spread: Tensor, pairs: ExpertPairs, weights: ExpertWeights) -> Tensor:
+    """(pairs,) ``<g, f>`` of an output and its gradient, from ``q = W_down^T g`` and the activation."""
+    products = (q * inner).sum(dim=-1)
+    if weights.down_bias is not None:
+        products = products + (spread * weights.down_bias[pairs.experts]).sum(dim=-1)
+    return products
 
 
 def _run_lengths(ends: Tensor) -> Tensor:

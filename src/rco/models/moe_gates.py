@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
+from rco.core.transfer import send
 from rco.models.moe import MoELayer, moe_layers
-from rco.models.moe_experts import ExpertPairs, ExpertSource, ExpertWeights, PairedExperts, expert_weights
+from rco.models.moe_experts import (
+    Ask,
+    ExpertPairs,
+    ExpertSource,
+    ExpertWeights,
+    PairedExperts,
+    expert_weights,
+)
 from rco.models.moe_probes import RoutingProbes
+from rco.models.moe_room import ProbeRoom
 from rco.models.moe_routing import Routing, route
 
 __all__ = ["ExpertGates", "GateMode", "OptionSource", "expert_gates"]
@@ -40,34 +50,56 @@ class ExpertGates:
         layers: The sparse layers.
         counts: Experts per layer; gates of layer ``l`` start at ``sum(counts[:l])``.
         mode: ``deployed`` or ``scale``, see :func:`expert_gates`.
+        room: For the probes of a backward pass.
     """
 
     def __init__(self, layers: Sequence[MoELayer], mode: GateMode) -> None:
         self.layers = tuple(layers)
         self.counts = tuple(layer.num_experts for layer in self.layers)
         self.mode = mode
-        self._gates = [_LayerGates(layer, mode) for layer in self.layers]
+        self._devices = [next(layer.router.parameters()).device for layer in self.layers]
+        on_host = all(place.type == "cpu" for place in self._devices)
+        self.room = ProbeRoom(len(self.layers), always_counted=on_host)
+        self._gates = [_LayerGates(layer, mode, self.room) for layer in self.layers]
 
     @property
     def num_gates(self) -> int:
         """Experts in all sparse layers together."""
         return sum(self.counts)
 
-    def set_gates(self, keep: Tensor | Sequence[Tensor]) -> None:
+    def set_gates(
+        self, keep: Tensor | Sequence[Tensor], values: Tensor | Sequence[Tensor] | None = None
+    ) -> None:
         """Set all gates: 1 keeps an expert, 0 prunes it.
 
         Args:
             keep: (num_gates,) values, or one tensor per layer. May carry gradient. ``deployed`` takes 0 and 1
                 alone (booleans too); ``scale`` takes any number.
+            values: The same numbers in host memory, where ``keep`` is on a device that nobody should wait for.
 
         Raises:
             ValueError: Wrong length, a gate that is neither 0 nor 1, or a layer left with fewer experts than
                 its router must choose.
         """
         parts = self._split(keep)
-        prepared = [gates.prepare(part) for gates, part in zip(self._gates, parts, strict=True)]
-        for gates, values in zip(self._gates, prepared, strict=True):
-            gates.use(*values)
+        bare = [part.detach().cpu() for part in (parts if values is None else self._split(values))]
+        if self.mode == "scale":
+            for gates, part, here, device in zip(self._gates, parts, bare, self._devices, strict=True):
+                ones = bool((here == 1).all()) and not part.requires_grad
+                dtype = torch.float64 if _is_double(gates.layer) else torch.float32
+                gates.use(None, None if ones else send(part.to(dtype), device))
+            return
+        flags = [gates.kept(here) for gates, here in zip(self._gates, bare, strict=True)]
+        # All layers together: a copy each would be as many transfers in every sample.
+        together = torch.cat(flags)
+        placed = {
+            device: torch.split(send(together, device), list(self.counts)) for device in set(self._devices)
+        }
+        for index, (gates, part, device) in enumerate(zip(self._gates, parts, self._devices, strict=True)):
+            gate = send(part, device) if part.requires_grad else None
+            kept = int(flags[index].sum())
+            unchanged = kept == gates.layer.num_experts and gate is None
+            gates.use(None if unchanged else placed[device][index], gate, kept)
 
     def use_mode(self, mode: GateMode) -> None:
         """Switch between ``deployed`` and ``scale``; every expert is kept until gates are set again."""
@@ -153,9 +185,11 @@ def expert_gates(
 class _LayerGates:
     """The gates of one layer and the forwards that obey them."""
 
-    def __init__(self, layer: MoELayer, mode: GateMode) -> None:
+    def __init__(self, layer: MoELayer, mode: GateMode, room: ProbeRoom) -> None:
         self.layer = layer
         self.mode = mode
+        self.room = room
+        self.num_kept = layer.num_experts
         self.squares = False
         self.weights: ExpertWeights | None = None
         self.keep: Tensor | None = None  # booleans on the router's device; None keeps all
@@ -164,22 +198,15 @@ class _LayerGates:
         self.options: OptionSource | None = None  # None: the experts' own weights
         self.own_forward: Callable[..., Tensor] | None = None
 
-    def prepare(self, values: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Check one layer's gates and bring them to its device."""
+    def kept(self, values: Tensor) -> Tensor:
+        """Which experts stay by one layer's gates, in host memory; refuses what cannot be deployed."""
         layer = self.layer
-        device = next(layer.router.parameters()).device
-        bare = values.detach().cpu()
-        wants_gradient = values.requires_grad
-        if self.mode == "scale":
-            if bool((bare == 1).all()) and not wants_gradient:
-                return None, None
-            return None, values.to(device=device, dtype=torch.float64 if _is_double(layer) else torch.float32)
-        keep = bare > 0.5
-        off = (bare.double() - keep.double()).abs()
+        keep = values > 0.5
+        off = (values.double() - keep.double()).abs()
         if not bool((off <= _BINARY_TOLERANCE).all()):
             worst = int(off.nan_to_num(nan=torch.inf).argmax())
             raise ValueError(
-                f"gate of expert {worst} in {layer.name} is {float(bare[worst])}; deployed gates are 0 or 1 "
+                f"gate of expert {worst} in {layer.name} is {float(values[worst])}; deployed gates are 0 or 1 "
                 "(use mode='scale' for values between)"
             )
         kept = int(keep.sum())
@@ -188,11 +215,11 @@ class _LayerGates:
                 f"{layer.name} would keep {kept} of {layer.num_experts} experts, but its router picks "
                 f"{layer.top_k} per token; keep at least {layer.top_k} in every layer"
             )
-        gate = values.to(device=device) if wants_gradient else None
-        return (None if kept == layer.num_experts and gate is None else keep.to(device)), gate
+        return keep
 
-    def use(self, keep: Tensor | None, gate: Tensor | None) -> None:
+    def use(self, keep: Tensor | None, gate: Tensor | None, num_kept: int | None = None) -> None:
         self.keep, self.gate, self.routing = keep, gate, None
+        self.num_kept = self.layer.num_experts if num_kept is None else num_kept
 
     def install(self, undo: ExitStack, reroute: bool = True) -> None:
         """Take over the forwards of the layer, and have ``undo`` give them back."""
@@ -238,13 +265,25 @@ class _LayerGates:
             if self.weights is None:
                 self.weights = expert_weights(self.layer.experts)
             source = self.weights
-        if differentiated and gate is not None and routing is not None and self.keep is not None:
-            probes = RoutingProbes.find(self.layer.rule, routing, self.layer.correction, self.keep)
-            pairs = ExpertPairs.build(indices, self.layer.num_experts, probes.tokens, probes.experts)
-            wanted = probes.squared_changes if self.squares else probes.gate_gradient
-            return _paired(hidden, weights, gate, option_gates, pairs, source, wanted)
         pairs = ExpertPairs.build(indices, self.layer.num_experts)
+        if differentiated and gate is not None and routing is not None and self.keep is not None:
+            wanted = partial(self.gate_gradient, routing, self.keep, self.num_kept)
+            return _paired(hidden, weights, gate, option_gates, pairs, source, wanted)
         return _paired(hidden, weights, None, option_gates, pairs, source, None)
+
+    def gate_gradient(self, routing: Routing, keep: Tensor, kept: int, real: Tensor, ask: Ask) -> Tensor:
+        """(experts,) straight-through gradient of the gates, or the sum of squares that stands in for it."""
+        layer = self.layer
+
+        def reserve(needed: Tensor) -> int:
+            tokens, pruned = len(routing.indices), layer.num_experts - kept
+            return self.room.reserve(layer.index, tokens, layer.top_k, kept, pruned, needed)
+
+        probes = RoutingProbes.find(
+            layer.rule, routing, layer.correction, keep, None if self.room.counted else reserve
+        )
+        changes = probes.changes(real, ask(probes.tokens, probes.experts))
+        return (changes.square() if self.squares else changes).sum(dim=0)
 
 
 def _override(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> Callable[..., Any]:

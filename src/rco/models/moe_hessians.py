@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from rco.models.moe import MoELayer
-from rco.models.moe_experts import ExpertPairs, expert_weights, grouped_linear, grouped_outer
+from rco.models.moe_experts import (
+    ExpertPairs,
+    expert_weights,
+    grouped_linear,
+    grouped_outer,
+    routed_tokens,
+)
 from rco.models.moe_linears import original_stacks
 from rco.models.moe_routing import route
 
@@ -53,7 +59,11 @@ class ExpertHessians:
         routed.scatter_(1, routing.indices, routing.weights != 0)
         extra = self._extra(routed, routing.mass)
         tokens, experts = extra.nonzero(as_tuple=True)
-        pairs = ExpertPairs.build(routing.indices, layer.num_experts, tokens, experts)
+        pairs = ExpertPairs.sort(
+            torch.cat([routed_tokens(routing.indices), tokens]),
+            torch.cat([routing.indices.reshape(-1), experts]),
+            layer.num_experts,
+        )
         weights = expert_weights(layer.experts)
         seen = flat[pairs.tokens]
         risen = grouped_linear(seen, weights.up, pairs.ends)

@@ -17,6 +17,7 @@ expert counts as entering when its group would be picked with it, but no other e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,8 @@ class RoutingProbes:
         runner_experts: (R,) that survivor.
         enter_tokens: (P,) tokens that a pruned expert would enter.
         enter_experts: (P,) that pruned expert.
+        runner_counts: (R,) False where the list is longer than there are such tokens; None: it never is.
+        enter_counts: (P,) the same for the entering experts.
     """
 
     rule: RoutingRule
@@ -54,19 +57,31 @@ class RoutingProbes:
     runner_experts: Tensor
     enter_tokens: Tensor
     enter_experts: Tensor
+    runner_counts: Tensor | None = None
+    enter_counts: Tensor | None = None
 
     @classmethod
     @torch.no_grad()
     def find(
-        cls, rule: RoutingRule, routing: Routing, correction: Tensor | None, keep: Tensor
+        cls,
+        rule: RoutingRule,
+        routing: Routing,
+        correction: Tensor | None,
+        keep: Tensor,
+        reserve: Callable[[Tensor], int] | None = None,
     ) -> RoutingProbes:
-        """Work out runner-ups and entering experts of a routing under ``keep``."""
+        """Work out runner-ups and entering experts of a routing under ``keep``.
+
+        With ``reserve`` the device is not asked how many there are: of the entering experts, whose number is passed
+        to it as a tensor, as many are listed as it says, and of the runner-ups one per token.
+        """
         indices, choice, mass = routing.indices, routing.choice, routing.mass
         nothing = -torch.inf if rule.score in ("sigmoid", "logit") else 0.0
         picked = choice.gather(-1, indices)
         valid = picked > nothing
         runner_value, runner = choice.scatter(-1, indices, nothing).max(dim=-1)
-        runner_tokens = (runner_value > nothing).nonzero().squeeze(-1)
+        follows = runner_value > nothing
+        runner_tokens, runner_counts = _places(follows, None if reserve is None else len(follows))
 
         rank = mass if correction is None else mass + correction
         chosen_rank = rank.gather(-1, indices).masked_fill(~valid, -torch.inf)
@@ -74,10 +89,12 @@ class RoutingProbes:
         enters = (rank > lowest.unsqueeze(-1)) & ~keep
         if rule.grouped:
             enters &= _group_opens(rule, rank, keep)
-        enter_tokens, enter_experts = enters.nonzero(as_tuple=True)
+        places, enter_counts = _places(enters.flatten(), None if reserve is None else reserve(enters.sum()))
+        count = enters.shape[1]
+        enter_tokens, enter_experts = places.div(count, rounding_mode="floor"), places % count
         return cls(
             rule, keep, indices, mass, valid, weakest,
-            runner_tokens, runner[runner_tokens], enter_tokens, enter_experts,
+            runner_tokens, runner[runner_tokens], enter_tokens, enter_experts, runner_counts, enter_counts,
         )  # fmt: skip
 
     @property
@@ -89,14 +106,6 @@ class RoutingProbes:
     def experts(self) -> Tensor:
         """Experts of all probes, runner-ups first."""
         return torch.cat([self.runner_experts, self.enter_experts])
-
-    def gate_gradient(self, real: Tensor, probes: Tensor) -> Tensor:
-        """(experts,) gradient: the sum of :meth:`changes` over tokens."""
-        return self.changes(real, probes).sum(dim=0)
-
-    def squared_changes(self, real: Tensor, probes: Tensor) -> Tensor:
-        """(experts,) sum of the squares of :meth:`changes` over tokens, in the gradient's place."""
-        return self.changes(real, probes).square().sum(dim=0)
 
     def changes(self, real: Tensor, probes: Tensor) -> Tensor:
         """(tokens, experts) from ``<dL/dy, f>`` of the routing slots (tokens, top_k) and of the probes.
@@ -123,8 +132,12 @@ class RoutingProbes:
         runners = self.runner_tokens.shape[0]
         stepping = mass.new_zeros(2, tokens)
         runner_mass = mass[self.runner_tokens, self.runner_experts]
+        runner_terms = runner_mass * probes[:runners]
+        if self.runner_counts is not None:
+            runner_mass = runner_mass.masked_fill(~self.runner_counts, 0.0)
+            runner_terms = runner_terms.masked_fill(~self.runner_counts, 0.0)
         stepping[0, self.runner_tokens] = runner_mass
-        stepping[1, self.runner_tokens] = runner_mass * probes[:runners]
+        stepping[1, self.runner_tokens] = runner_terms
         d_without = self._denominator(d.unsqueeze(-1), r, stepping[0].unsqueeze(-1))
         without = _ratio(n.unsqueeze(-1) - terms + stepping[1].unsqueeze(-1), d_without)
         change = (now.unsqueeze(-1) - without).masked_fill(~self.valid, 0.0)
@@ -137,14 +150,18 @@ class RoutingProbes:
         r_new, r_old = mass[at, who], r[at].gather(-1, leaving).squeeze(-1)
         n_with = n[at] - terms[at].gather(-1, leaving).squeeze(-1) + r_new * probes[runners:]
         with_it = _ratio(n_with, self._denominator(d[at], r_old, r_new, entering=True))
-        changes[at, who] = with_it - now[at]
+        entering = with_it - now[at]
+        if self.enter_counts is not None:  # what fills the list up stays as it is
+            entering = entering.where(self.enter_counts, changes[at, who])
+        changes[at, who] = entering
 
         if survivors:
             # A softmax over all survivors also feels experts that it does not choose: they share its mass.
             after = torch.where(self.keep, d.unsqueeze(-1) - mass, d.unsqueeze(-1) + mass)
             shift = _ratio(n.unsqueeze(-1), after) - now.unsqueeze(-1)
             shift = torch.where(self.keep, -shift, shift).scatter_(-1, self.indices, 0.0)
-            shift[at, who] = 0.0
+            left = 0.0 if self.enter_counts is None else shift[at, who].masked_fill(self.enter_counts, 0.0)
+            shift[at, who] = left
             changes += shift
         return changes * rule.scale
 
@@ -154,6 +171,17 @@ class RoutingProbes:
         if self.rule.denominator == "survivors":
             return d + comes if entering else d - leaves
         return d
+
+
+def _places(flags: Tensor, count: int | None) -> tuple[Tensor, Tensor | None]:
+    """Positions at which flags (n,) are set, in order.
+
+    With a ``count`` as many positions as that, filled up with others, and which of them are set.
+    """
+    if count is None:
+        return flags.nonzero().squeeze(-1), None
+    found = torch.sort(flags, descending=True, stable=True).indices[:count]
+    return found, flags[found]
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

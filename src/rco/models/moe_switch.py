@@ -18,14 +18,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rco.compressors.packing import PackedWeight, inner_products
-from rco.compressors.stacks import decode_segments
+from rco.compressors.stacks import by_option, decode_segments
 from rco.compressors.switchable import WeightBuffer
+from rco.core.transfer import send
 from rco.models.moe import MoELayer
 from rco.models.moe_experts import ExpertWeights, expert_weights
 from rco.models.moe_gates import ExpertGates, expert_gates
 from rco.models.moe_linears import original_stacks
+from rco.models.moe_room import ProbeRoom
 
-__all__ = ["ExpertOptions", "SelectedExperts", "SwitchableExperts", "switchable_experts"]
+__all__ = ["ExpertOptions", "PlacedChoices", "SelectedExperts", "SwitchableExperts", "switchable_experts"]
 
 
 class ExpertOptions:
@@ -84,19 +86,22 @@ class ExpertOptions:
         up, down = original_stacks(self.layer)
         return self._arranged(up.flatten(1, 2), down.flatten(1, 2))
 
-    def decode(self, choices: NDArray[np.int64]) -> ExpertWeights:
+    def decode(self, choices: NDArray[np.int64], placed: PlacedChoices | None = None) -> ExpertWeights:
         """The weights with every gate, up and down at its option; valid until the buffer is used again."""
         up, down = original_stacks(self.layer)
         dense = []
-        for slot, (options, stack, chosen) in enumerate(
-            ((self.up, up, choices[:, :2]), (self.down, down, choices[:, 2:]))
+        for slot, (options, stack, chosen, places) in enumerate(
+            (
+                (self.up, up, choices[:, :2], None if placed is None else placed.up),
+                (self.down, down, choices[:, 2:], None if placed is None else placed.down),
+            )
         ):
             experts, parts, rows, columns = stack.shape
             if all(options[k] is None for k in np.unique(chosen).tolist()) and stack.is_contiguous():
                 dense.append(stack.reshape(experts, parts * rows, columns))
                 continue
             out = self.buffer.take((experts * parts * rows, columns), stack.dtype, stack.device, slot=slot)
-            decode_segments(_filled(options, stack, chosen), np.ascontiguousarray(chosen).reshape(-1), out)
+            decode_segments(_filled(options, stack, chosen), chosen.reshape(-1), out, places)
             dense.append(out.view(experts, parts * rows, columns))
         return self._arranged(*dense)
 
@@ -145,6 +150,21 @@ def _alternating(both: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class PlacedChoices:
+    """One layer's choices on its device, so that no pass over it has to send them.
+
+    Attributes:
+        up: (experts x 2,) gates and ups in the order of their options, as :func:`decode_segments` takes them.
+        down: (experts,) the same for down.
+        choices: (experts, 3) option of every projection.
+    """
+
+    up: Tensor
+    down: Tensor
+    choices: Tensor
+
+
+@dataclass(frozen=True)
 class SelectedExperts:
     """A layer's experts at one choice each; what a forward pass and its backward pass compute with.
 
@@ -153,16 +173,18 @@ class SelectedExperts:
         choices: (experts, 3) option of every expert's gate, up and down projection.
         gates: (experts, 3, K) gates that want a gradient; None if nothing does.
         wanted: Options whose gradient is wanted.
+        placed: The choices where the layer is.
     """
 
     options: ExpertOptions
     choices: NDArray[np.int64]
-    gates: Tensor | None = None
-    wanted: tuple[bool, ...] = ()
+    gates: Tensor | None
+    wanted: tuple[bool, ...]
+    placed: PlacedChoices
 
     def dense(self) -> ExpertWeights:
         """The weights of the choice."""
-        return self.options.decode(self.choices)
+        return self.options.decode(self.choices, self.placed)
 
     def option_gradient(self, up: Tensor, down: Tensor, idle: Tensor) -> Tensor:
         """(experts, 3, K): ``<G, W_k>``; where experts may be pruned, relative to the present option.
@@ -173,7 +195,7 @@ class SelectedExperts:
         assert self.gates is not None
         products = self.options.products(up, down, self.wanted)
         if self.options.pruned is not None:
-            chosen = torch.from_numpy(self.choices).to(products.device)
+            chosen = self.placed.choices
             products = products - products.gather(2, chosen.unsqueeze(2))
             products[:, :, self.options.pruned] = 0.0
             idle = idle | (chosen[:, 0] == self.options.pruned)
@@ -195,6 +217,15 @@ class SwitchableExperts:
     ) -> None:
         self._handle, self.options = handle, dict(options)
         self._rows = {layer: np.array(rows[layer], dtype=np.int64) for layer in options}
+        self._places = {
+            layer: torch.from_numpy(self._rows[layer]).to(each.device) for layer, each in options.items()
+        }
+
+    @property
+    def room(self) -> ProbeRoom | None:
+        """For the probes of pruned experts; None where none can be pruned."""
+        prunes = any(options.pruned is not None for options in self.options.values())
+        return self._handle.room if prunes else None
 
     def set_gates(
         self, gates: Tensor, choices: Sequence[int | None], wanted: NDArray[np.bool_] | None = None
@@ -202,40 +233,60 @@ class SwitchableExperts:
         """Let every expert use the option that its rows of the gates pick.
 
         Args:
-            gates: (N, K) one-hot rows that may carry gradient.
+            gates: (N, K) one-hot rows that may carry gradient, in host memory or where the experts are.
             choices: The option of every row.
             wanted: (N, K) options whose gradient is wanted; None: all.
         """
         chosen = np.array([-1 if choice is None else choice for choice in choices], dtype=np.int64)
-        placed: dict[torch.device, Tensor] = {}
+        picked = {layer: chosen[rows] for layer, rows in self._rows.items()}
+        for index, taken in picked.items():
+            if (taken < 0).any():
+                name = self.options[index].layer.name
+                raise ValueError(f"{name} needs one option per expert, not a mixture of options.")
+        placed = self._placed(picked)
+        here: dict[torch.device, Tensor] = {}
         keep: list[Tensor] = []
+        kept: list[Tensor] = []
         for layer in self._handle.layers:
             options = self.options.get(layer.index)
+            all_stay = torch.ones(layer.num_experts, dtype=torch.bool)
             if options is None:
-                keep.append(torch.ones(layer.num_experts, dtype=gates.dtype))
+                keep.append(all_stay)
+                kept.append(all_stay)
                 continue
-            rows = self._rows[layer.index]
-            picked = chosen[rows]
-            if (picked < 0).any():
-                raise ValueError(
-                    f"{options.layer.name} needs one option per expert, not a mixture of options."
-                )
+            rows, taken = self._rows[layer.index], picked[layer.index]
             own: Tensor | None = None
             if gates.requires_grad:
-                if options.device not in placed:
+                if options.device not in here:
                     dtype = torch.float32 if options.device.type == "mps" else gates.dtype
-                    placed[options.device] = gates.to(device=options.device, dtype=dtype)
-                own = placed[options.device][torch.from_numpy(rows).to(options.device)]
+                    here[options.device] = send(gates.to(dtype), options.device)
+                own = here[options.device][self._places[layer.index]]
             asked = (True,) * options.num_options
             if wanted is not None:
                 asked = tuple(np.atleast_1d(wanted[np.unique(rows)].any(axis=0)).tolist())
-            self._handle.use_options(layer.index, SelectedExperts(options, picked, own, asked))
-            if options.pruned is None:
-                keep.append(torch.ones(layer.num_experts, dtype=gates.dtype))
-            else:
-                keep.append(1.0 - gates[torch.from_numpy(rows[:, 0]), options.pruned])
-        if any(options.pruned is not None for options in self.options.values()):
-            self._handle.set_gates(keep)
+            selected = SelectedExperts(options, taken, own, asked, placed[layer.index])
+            self._handle.use_options(layer.index, selected)
+            stay = all_stay if options.pruned is None else torch.from_numpy(taken[:, 0] != options.pruned)
+            kept.append(stay)
+            keep.append(stay if own is None or options.pruned is None else 1.0 - own[:, 0, options.pruned])
+        if self.room is not None:
+            self._handle.set_gates(keep, kept)
+
+    def _placed(self, picked: Mapping[int, NDArray[np.int64]]) -> dict[int, PlacedChoices]:
+        """The choices of every layer on its device, by one copy for all layers of a device."""
+        found = {}
+        for device in {options.device for options in self.options.values()}:
+            layers = [layer for layer in picked if self.options[layer].device == device]
+            parts = [
+                part
+                for taken in (picked[layer] for layer in layers)
+                for part in (by_option(taken[:, :2].reshape(-1)), by_option(taken[:, 2]), taken.reshape(-1))
+            ]
+            together = send(torch.from_numpy(np.concatenate(parts)), device)
+            pieces = iter(torch.split(together, [len(part) for part in parts]))
+            for layer in layers:
+                found[layer] = PlacedChoices(next(pieces), next(pieces), next(pieces).view(-1, 3))
+        return found
 
 
 @contextmanager

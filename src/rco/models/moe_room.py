@@ -1,0 +1,83 @@
+"""Room for the probes of a backward pass, made before the device has counted them.
+
+How many pruned experts would enter a token's choice depends on the token, and a host that asked for their number
+would wait for the device in every layer. So room is made for as many as are likely. The device counts them on the
+side; when a sample is over the counts are looked at, and one that needed more is done again with more room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+__all__ = ["ProbeRoom", "UsedRoom"]
+
+_FIRST = 1.5  # room made in the first sample, in units of what a router without preferences would need
+_MARGIN = 1.3  # over the most that was needed lately
+_FORGET = 0.97  # per sample: how fast a sample that needed much is forgotten
+_MULTIPLE = 128
+
+
+@dataclass
+class UsedRoom:
+    """What one sample made room for: layer, places, expected number and, on the device, the number needed."""
+
+    layers: list[tuple[int, int, float, Tensor]] = field(default_factory=list)
+
+
+class ProbeRoom:
+    """How much room every layer makes.
+
+    Outside :meth:`sample` probes are counted, and the host waits for their number.
+
+    Args:
+        layers: Sparse layers.
+        always_counted: Count them in samples as well, as is best where the host is the device.
+    """
+
+    def __init__(self, layers: int, *, always_counted: bool) -> None:
+        self._always_counted = always_counted
+        self._factors = [_FIRST] * layers
+        self._used: UsedRoom | None = None
+
+    @property
+    def counted(self) -> bool:
+        """Whether probes are counted at the moment."""
+        return self._used is None
+
+    @contextmanager
+    def sample(self) -> Iterator[UsedRoom | None]:
+        """Launch forward and backward pass of a sample inside; what it uses is for :meth:`settle` to look at."""
+        self._used = None if self._always_counted else UsedRoom()
+        try:
+            yield self._used
+        finally:
+            self._used = None
+
+    def reserve(self, layer: int, tokens: int, top_k: int, kept: int, pruned: int, needed: Tensor) -> int:
+        """Places for the pairs of tokens and pruned experts that enter them, of which there are ``needed``."""
+        assert self._used is not None
+        most = tokens * pruned
+        # Before the top_k-th of the kept ones, so many pruned ones come in a random order.
+        expected = tokens * top_k * pruned / (kept + 1)
+        places = -(-int(self._factors[layer] * expected) // _MULTIPLE) * _MULTIPLE
+        places = min(places, most)
+        if most:
+            self._used.layers.append((layer, places, expected, needed))
+        return places
+
+    def settle(self, used: UsedRoom) -> bool:
+        """Whether a sample had room enough; waits for the device, and learns from what was needed."""
+        if not used.layers:
+            return True
+        place = used.layers[0][3].device
+        numbers = torch.stack([needed.to(place, non_blocking=True) for *_, needed in used.layers]).tolist()
+        enough = True
+        for (layer, places, expected, _), number in zip(used.layers, numbers, strict=True):
+            enough &= number <= places
+            self._factors[layer] = max(_MARGIN * number / expected, _FORGET * self._factors[layer])
+        return enough
