@@ -55,3 +55,49 @@ def test_gradients_are_those_of_each_request():
         assert loss == expected.item()
         assert torch.equal(gradient, leaf.grad)
         assert evaluation.losses(objective, [(gates, batch)]) == [expected.item()]
+
+
+class Queue:
+    """Notes when a sample is launched and when its answer is asked for."""
+
+    def __init__(self, objective, events):
+        self._objective, self._events = objective, events
+        self.num_batches = objective.num_batches
+
+    def loss(self, gates, batch):
+        return self._objective.loss(gates, batch)
+
+    def enqueue(self, gates, batch):
+        self._events.append("launch")
+
+        def answer():
+            self._events.append("answer")
+            return evaluation.losses_and_gradients(self._objective, [(gates, batch)])[0]
+
+        return answer
+
+
+def test_all_samples_are_launched_before_the_first_answer_each_made_after_the_one_before_it():
+    objective, events = QuadraticObjective(4, 3, seed=0, num_batches=3, batch_noise=0.5), []
+    gates = [torch.from_numpy(np.random.default_rng(seed).random((4, 3))) for seed in range(3)]
+
+    def made():
+        for each in gates:
+            events.append("make")
+            yield each
+
+    batches = [[0, 1], [2, 0], [1, 2]]
+    found = evaluation.Evaluator(Queue(objective, events)).losses_and_gradients(made(), batches)
+    assert events == ["make", "launch", "launch"] * 3 + ["answer"] * 6
+    plain = evaluation.Evaluator(objective).losses_and_gradients(gates, batches)
+    assert [loss for loss, _ in found] == [loss for loss, _ in plain]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, plain, strict=True))
+
+
+def test_a_queued_objective_changes_nothing_of_a_search():
+    problem = random_problem(3, 8, 3)
+    plain = QuadraticObjective(8, 3, seed=3, num_batches=5, batch_noise=0.2)
+    searcher = rco.RCO(steps=6, samples=4, batches_per_sample=2, seed=1)
+    one, queued = (searcher.search(problem, objective) for objective in (plain, Queue(plain, [])))
+    assert queued.allocation.tolist() == one.allocation.tolist()
+    assert [r.loss for r in queued.history] == [r.loss for r in one.history]

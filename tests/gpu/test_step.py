@@ -1,13 +1,19 @@
 """A sample of the search on a GPU: the same wherever its options are, without waiting, in the memory expected."""
 
-import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
 
+from rco.backends.base import Budget
+from rco.backends.candidates import CandidateSettings
+from rco.backends.plan import make_plan
+from rco.backends.quantization import QuantizationBackend
 from rco.compressors.streaming import pinned
-from rco.studies.step_bench import _expected, run, run_memory, sample_of
-from rco.studies.step_cases import make_case, measure
+from rco.models.moe_linears import model_linears
+from rco.models.shapes import random_model
+from rco.studies.step_bench import _expected, run, run_memory, sample_of, sampled_gates
+from rco.studies.step_cases import Case, make_case, measure, random_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +31,7 @@ def test_resident_and_streamed_samples_agree_bit_for_bit_and_leave_the_model_alo
     first = make_case("quick", CUDA, length=96, group=32)
     before = {name: tensor.clone() for name, tensor in first.loaded.model.state_dict().items()}
     with sample_of(first) as work:
-        wanted = [work()[0] for _ in range(2)][1]
+        wanted = [work() for _ in range(2)][1]
     for checkpointing in (False, True):
         again = make_case(
             "quick", CUDA, length=96, group=32, loaded=first.loaded, checkpointing=checkpointing,
@@ -33,7 +39,7 @@ def test_resident_and_streamed_samples_agree_bit_for_bit_and_leave_the_model_alo
         )  # fmt: skip
         with sample_of(again) as work:
             for _ in range(3):
-                (found,) = work()
+                found = work()
                 torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
                 if not checkpointing:
                     assert torch.equal(found, wanted)
@@ -44,33 +50,81 @@ def test_resident_and_streamed_samples_agree_bit_for_bit_and_leave_the_model_alo
 def test_gradients_are_those_of_the_cpu_in_float32():
     case = make_case("quick", CUDA, length=64, group=32)
     with sample_of(case) as work:
-        (found,) = work()
+        found = work()
     here = case.loaded.model.cpu().float()
     packed = {n: {k: w.to("cpu") for k, w in o.items()} for n, o in case.backend.packed().items()}
     other = make_case("quick", torch.device("cpu"), length=64, group=32, loaded=case.loaded, packed=packed)
     assert next(here.parameters()).dtype == torch.float32
     with sample_of(other) as work:
-        (wanted,) = work()
+        wanted = work()
     assert float((found - wanted).norm() / wanted.norm()) < 0.05
 
 
-def test_a_sample_waits_for_the_device_once_at_its_end():
-    case = make_case("quick", CUDA, length=96, group=32)
-    with sample_of(case) as work:
-        work()
-        work()
-        torch.cuda.synchronize()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                work()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-    waits = [f"{w.filename}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)]
-    # transformers asks once whether sequences are packed, before anything has been launched.
-    waits = [place for place in waits if "masking_utils" not in place]
-    assert len(waits) <= 1, "\n".join(waits)
+def experts_case(tmp_path, *, prune):
+    """A mixture of experts whose experts have widths, and may be pruned or not."""
+    loaded = random_model("quick-moe", device=CUDA, dtype=torch.bfloat16)
+    plan = make_plan(
+        loaded.layout,
+        model_linears(loaded.layout, loaded.model),
+        widths=(2, 4, 16),
+        group_size=32,
+        symmetric=False,
+        allow_prune=prune,
+    )
+    backend = QuantizationBackend(loaded, plan, tmp_path, settings=CandidateSettings(method="rtn"))
+    data = random_tokens(loaded, 4, 96)
+    backend.prepare(data)
+    return Case(loaded, backend, backend.problem(Budget.parse(bits="3")), data)
+
+
+def any_case(kind, tmp_path):
+    if kind in ("quick", "quick-moe"):
+        return make_case(kind, CUDA, length=96, group=32)
+    return experts_case(tmp_path, prune=kind == "experts-pruned")
+
+
+@contextmanager
+def no_waiting():
+    """Inside, a call that makes the host wait for the device is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("kind", ["quick", "experts", "experts-pruned", "quick-moe"])
+def test_the_samples_of_a_step_are_launched_without_waiting(kind, checkpointing, tmp_path):
+    case = any_case(kind, tmp_path)
+    case.backend.checkpointing = checkpointing
+    case.data.mask[:, :7] = False  # positions that do not count are found without asking, too
+    gates = sampled_gates(case, 4)
+    with case.backend.objective(case.data) as objective:
+        requests = [(each, batch) for batch, each in enumerate(gates)]
+        wanted = [objective.enqueue(*request)() for request in requests]  # compiles, and waits after each
+        with no_waiting():
+            answers = [objective.enqueue(*request) for request in requests]
+            with torch.no_grad():
+                losses = [objective.loss(*request) for request in requests]
+        for answer, (loss, gradient), without in zip(answers, wanted, losses, strict=True):
+            found = answer()
+            assert found[0] == pytest.approx(loss, rel=1e-5)
+            assert found[1].device.type == "cpu"
+            assert float((found[1] - gradient).norm() / gradient.norm()) < 1e-3
+            assert float(without) == pytest.approx(loss, rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["experts-pruned", "quick-moe"])
+def test_probes_that_nobody_counted_give_the_gradient_of_counted_ones(kind, tmp_path):
+    case = any_case(kind, tmp_path)
+    with case.backend.objective(case.data) as objective:
+        for gates in sampled_gates(case, 3):
+            leaf = gates.clone().requires_grad_()
+            (counted,) = torch.autograd.grad(objective.loss(leaf, 0), leaf)
+            _, found = objective.enqueue(gates, 0)()
+            torch.testing.assert_close(found, counted, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", ["quick", "quick-moe"])

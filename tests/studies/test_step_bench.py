@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 
 from rco.cli import main
+from rco.models.shapes import random_model
 from rco.studies.step_bench import run, run_memory, to_markdown
 
 
@@ -34,3 +36,21 @@ def test_command_writes_table_json_and_plot(tmp_path, capsys):
     assert "floor" in capsys.readouterr().out
     assert json.loads((tmp_path / "step_quick.json").read_text())["shape"] == "quick"
     assert (tmp_path / "step_quick.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"),
+    [("qwen3-8b", 8.19), ("llama3-8b", 8.03), ("qwen3-30b-a3b", 30.53), ("olmoe", 6.92)],
+)
+def test_shapes_have_as_many_parameters_as_the_models_they_are_named_after(shape, billions):
+    model = random_model(shape, device="meta", dtype=torch.bfloat16).model
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+@pytest.mark.slow
+def test_a_block_of_llama3_8b_on_a_cpu(tmp_path, capsys):
+    arguments = ["--shape", "llama3-8b", "--device", "cpu", "--layers", "1", "--length", "8"]
+    arguments += ["--samples", "1", "--steps", "1", "--repeats", "1", "--out", str(tmp_path)]
+    assert main(["bench", "step", *arguments]) == 0
+    report = json.loads((tmp_path / "step_llama3-8b.json").read_text())
+    assert (report["shape"], report["layers"], report["groups"]) == ("llama3-8b", 1, 7)

@@ -14,6 +14,7 @@ from rco.backends.memory import search_memory
 from rco.backends.quantization import QuantizationBackend
 from rco.compressors.packing import PackedWeight, inner_products
 from rco.compressors.switchable import WeightBuffer
+from rco.core.evaluation import one_hot
 from rco.core.knapsack import solve_choices, solve_mckp
 from rco.core.relaxation import gumbel_noise
 from rco.core.search import RCO
@@ -96,19 +97,18 @@ def run(
     return report
 
 
+def sampled_gates(case: Case, samples: int) -> list[Tensor]:
+    """Gates (N, K) of feasible random samples."""
+    found = (solve_mckp(values, case.problem).allocation for values in _noise(case, samples))
+    return [one_hot(np.asarray(choices), case.problem.num_options) for choices in found]
+
+
 @contextmanager
-def sample_of(case: Case) -> Iterator[Callable[[], object]]:
-    """One sample of the search: gates in, loss and gate gradients out."""
-    choices = solve_mckp(_noise(case, 1)[0], case.problem).allocation
-    gates = torch.nn.functional.one_hot(torch.tensor(list(choices)), case.problem.num_options).double()
+def sample_of(case: Case) -> Iterator[Callable[[], Tensor]]:
+    """One sample of the search, as a search does it: gates in, loss and gate gradients out."""
+    (gates,) = sampled_gates(case, 1)
     with case.backend.objective(case.data) as objective:
-
-        def work() -> object:
-            leaf = gates.clone().requires_grad_()
-            loss = objective.loss(leaf, 0)
-            return torch.autograd.grad(loss, leaf)
-
-        yield work
+        yield lambda: objective.enqueue(gates, 0)()[1]
 
 
 def whole_steps(case: Case, samples: int, steps: int) -> dict[str, Any]:
