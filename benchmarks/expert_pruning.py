@@ -16,12 +16,12 @@ import argparse
 import dataclasses
 import functools
 import json
-import multiprocessing
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+
+from parts import merge_parts, run_parts, settings_from, text_files
 
 RESULTS = Path(__file__).parent / "results"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "expert_pruning.md"
@@ -46,7 +46,7 @@ class Part:
     @property
     def key(self):
         """What tells parts apart, wherever the model lies."""
-        return [Path(self.model).name, self.experts, self.seed, self.label]
+        return (Path(self.model).name, self.experts, self.seed, self.label)
 
     @property
     def method(self):
@@ -89,14 +89,11 @@ class Settings:
         """The comparison that a part belongs to."""
         from rco.pipeline.configs import ComparePruneConfig
 
-        def files(kind):
-            return "+".join(str(Path(self.text) / f"{name}.{kind}.txt") for name in self.domains.split(","))
-
         return ComparePruneConfig(
             model=model,
             experts=experts,
-            data=files("calibration") if self.text else "builtin",
-            eval_data=files("evaluation") if self.text else None,
+            data=text_files(self.text, self.domains, "calibration") if self.text else "builtin",
+            eval_data=text_files(self.text, self.domains, "evaluation") if self.text else None,
             length=self.length,
             sequences=self.sequences,
             selection=self.selection,
@@ -119,13 +116,6 @@ class Settings:
 # ----------------------------------------------------------------------- running
 
 
-def start_worker(threads):
-    """Before anything is computed in a process."""
-    import torch
-
-    torch.set_num_threads(threads)
-
-
 @functools.lru_cache(maxsize=1)
 def contest_of(settings, model, experts, changed):
     """The problem of a part, kept for the parts that follow."""
@@ -143,7 +133,7 @@ def run_part(settings, part):
     contest = contest_of(settings, part.model, part.experts, changed)
     result = contest.run(name, part.seed, int(share * contest.tokens))
     entry = short_names(contest.measure(part.label, part.seed, result))
-    return {"key": part.key, "entry": entry, "wall_seconds": time.perf_counter() - began}
+    return {"entry": entry, "wall_seconds": time.perf_counter() - began}
 
 
 def short_names(value):
@@ -153,23 +143,9 @@ def short_names(value):
     return [short_names(entry) for entry in value] if isinstance(value, list) else value
 
 
-def read_parts(path):
-    """Settings and finished parts of a file; a line that was cut short is not one."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    whole = [json.loads(line) for line in lines if line.endswith("\n")]
-    return (whole[0], whole[1:]) if whole else (None, [])
-
-
 def run(arguments):
     """Do what the file of parts does not hold yet."""
-    from rco.runs import environment
-
-    start_worker(arguments.threads)
-    fields = {field.name for field in dataclasses.fields(Settings)}
-    settings = Settings(**{name: value for name, value in vars(arguments).items() if name in fields})
-    header, finished = read_parts(arguments.parts)
-    if header is not None and header["settings"] != settings.header():
-        raise SystemExit(f"{arguments.parts} was made with other settings: {header['settings']}")
+    settings = settings_from(Settings, arguments)
     parts = [
         Part(model, experts, seed, label)
         for model in arguments.model.split(",")
@@ -177,36 +153,16 @@ def run(arguments):
         for seed in range(arguments.seeds)
         for label in arguments.methods.split(",")
     ]
-    done = [line["key"] for line in finished]
-    waiting = sorted((part for part in parts if part.key not in done), key=lambda part: -part.cost)
-    print(f"{len(parts)} parts, {len(parts) - len(waiting)} of them done", flush=True)
-    arguments.parts.parent.mkdir(parents=True, exist_ok=True)
-    began, failed = time.perf_counter(), 0
-    whole = [line for line in (header, *finished) if line is not None]
-    if header is None:
-        whole = [{"settings": settings.header(), "environment": environment()}]
-    arguments.parts.write_text("".join(json.dumps(line) + "\n" for line in whole))
-    with (
-        arguments.parts.open("a") as out,
-        ProcessPoolExecutor(
-            arguments.workers, multiprocessing.get_context("spawn"), start_worker, (arguments.threads,)
-        ) as pool,
-    ):
-        futures = {pool.submit(run_part, settings, part): part for part in waiting}
-        for position, future in enumerate(as_completed(futures)):
-            if (error := future.exception()) is not None:
-                failed += 1
-                print(f"FAILED {futures[future].key}: {error}", flush=True)  # the others are worth having
-                continue
-            line = future.result()
-            out.write(json.dumps(line) + "\n")
-            out.flush()
-            print(
-                f"{position + 1}/{len(waiting)} {time.perf_counter() - began:6.0f} s  {line['key']}"
-                f"  KL {line['entry']['kl']:.4f}  {line['wall_seconds']:.0f} s",
-                flush=True,
-            )
-    return 1 if failed else 0
+    parts.sort(key=lambda part: -part.cost)
+    return run_parts(
+        arguments.parts,
+        settings.header(),
+        {part.key: (settings, part) for part in parts},
+        run_part,
+        lambda line: f"KL {line['entry']['kl']:.4f}  {line['wall_seconds']:.0f} s",
+        workers=arguments.workers,
+        threads=arguments.threads,
+    )
 
 
 # ----------------------------------------------------------------------- results
@@ -217,11 +173,7 @@ def merge(arguments):
     from rco.pipeline.compare_tables import summarise
     from rco.runs import write_json_atomic
 
-    files = [read_parts(path) for path in arguments.parts]
-    settings = [header["settings"] for header, _ in files if header is not None]
-    if not settings or any(found != settings[0] for found in settings):
-        raise SystemExit(f"The parts were made with different settings, or there are none: {settings}")
-    lines = {tuple(line["key"]): line for _, parts in files for line in parts}
+    settings, environments, lines = merge_parts(arguments.parts)
     for model in sorted({key[0] for key in lines}):
         tables = {}
         for experts in sorted({key[1] for key in lines if key[0] == model}):
@@ -229,8 +181,8 @@ def merge(arguments):
             tables[experts] = {"rows": summarise(entries), "entries": entries}
         report = {
             "model": model,
-            "settings": {**settings[0], "tokens": settings[0]["evaluations"] * settings[0]["length"]},
-            "environments": [header["environment"] for header, _ in files],
+            "settings": {**settings, "tokens": settings["evaluations"] * settings["length"]},
+            "environments": environments,
             "tables": tables,
         }
         write_json_atomic(RESULTS / f"expert_pruning_{model.replace('-', '_')}.json", report)

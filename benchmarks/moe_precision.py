@@ -22,15 +22,14 @@ first, into the folder given by --work. ``merge`` makes one results/moe_precisio
 
 import argparse
 import dataclasses
-import json
-import multiprocessing
 import statistics
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+
+from parts import merge_parts, run_parts, settings_from, start_worker, text_files
 
 RESULTS = Path(__file__).parent / "results"
 DOMAINS = "en_prose,python_code,tech_docs,math_latex,de_law,fr_novels,dialogue"
@@ -77,9 +76,6 @@ class Settings:
         """The quantization that a part is."""
         from rco.pipeline.configs import QuantizeConfig
 
-        def files(kind):
-            return "+".join(str(Path(self.text) / f"{name}.{kind}.txt") for name in self.domains.split(","))
-
         described = {
             "bits": bits,
             "widths": WIDTHS,
@@ -90,8 +86,8 @@ class Settings:
             del described["bits"]
         return QuantizeConfig(
             model=model,
-            data=files("calibration") if self.text else "builtin",
-            eval_data=files("evaluation") if self.text else None,
+            data=text_files(self.text, self.domains, "calibration") if self.text else "builtin",
+            eval_data=text_files(self.text, self.domains, "evaluation") if self.text else None,
             length=self.length,
             sequences=self.sequences,
             selection=self.selection,
@@ -149,21 +145,12 @@ def _allowed(backend):
 # ----------------------------------------------------------------------- running
 
 
-def start_worker(threads):
-    """Before anything is computed in a process."""
-    import torch
-
-    torch.set_num_threads(threads)
-
-
 def prepare(settings, model, seed):
-    """Candidates and sensitivities that the parts of a seed share."""
-    began = time.perf_counter()
-    _candidates(settings, settings.config(model, "3", seed, "rco*"))
-    return time.perf_counter() - began
+    """Candidates that the parts of a seed share."""
+    _candidates(settings.config(model, "3", seed, "rco*"))
 
 
-def _candidates(settings, config):
+def _candidates(config):
     from rco.pipeline.common import build_data
     from rco.pipeline.quantize import plan_quantization
 
@@ -190,7 +177,7 @@ def run_part(settings, model, bits, seed, method):
 
     began = time.perf_counter()
     config = settings.config(model, bits, seed, method)
-    planned, data = _candidates(settings, config)
+    planned, data = _candidates(config)
     backend, problem = planned.backend, planned.problem
     if method in ONLY:
         problem = _restrict(backend, planned.budget, ONLY[method])
@@ -242,11 +229,7 @@ def run_part(settings, model, bits, seed, method):
         "backwards": backwards,
         "seconds": searched,
     }
-    return {
-        "key": [Path(model).name, bits, seed, method],
-        "entry": entry,
-        "wall_seconds": time.perf_counter() - began,
-    }
+    return {"entry": entry, "wall_seconds": time.perf_counter() - began}
 
 
 def _restrict(backend, budget, width):
@@ -264,69 +247,42 @@ def _restrict(backend, budget, width):
     return backend.problem(budget)
 
 
-def read_parts(path):
-    """Settings and finished parts of a file; a line that was cut short is not one."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    whole = [json.loads(line) for line in lines if line.endswith("\n")]
-    return (whole[0], whole[1:]) if whole else (None, [])
-
-
 def run(arguments):
     """Do what the file of parts does not hold yet."""
-    from rco.runs import environment
+    settings = settings_from(Settings, arguments)
+    budgets = arguments.bits.split(",")
+    parts = [
+        (model, bits, seed, method)
+        for model in arguments.model.split(",")
+        for seed in range(arguments.seeds)
+        for method in arguments.methods.split(",")
+        for bits in budgets
+        # A uniform width has no budget: once per seed.
+        if not method.startswith("uniform") or bits == budgets[0]
+    ]
+    parts.sort(key=lambda part: part[3].startswith("uniform") or part[3] == "mxmoe")  # the long ones first
 
-    start_worker(arguments.threads)
-    fields = {field.name for field in dataclasses.fields(Settings)}
-    settings = Settings(**{name: value for name, value in vars(arguments).items() if name in fields})
-    header, finished = read_parts(arguments.parts)
-    if header is not None and header["settings"] != settings.header():
-        raise SystemExit(f"{arguments.parts} was made with other settings: {header['settings']}")
-    models, seeds = arguments.model.split(","), range(arguments.seeds)
-    parts = []
-    for model in models:
-        for seed in seeds:
-            for method in arguments.methods.split(","):
-                for bits in arguments.bits.split(","):
-                    # A uniform width has no budget: once per seed.
-                    if not method.startswith("uniform") or bits == arguments.bits.split(",")[0]:
-                        parts.append((model, bits, seed, method))
-    done = [line["key"] for line in finished]
-    waiting = [p for p in parts if [Path(p[0]).name, *p[1:]] not in done]
-    waiting.sort(key=lambda part: part[3].startswith("uniform") or part[3] == "mxmoe")  # the long ones first
-    print(f"{len(parts)} parts, {len(parts) - len(waiting)} of them done", flush=True)
-    if header is None:
-        arguments.parts.parent.mkdir(parents=True, exist_ok=True)
-        header = {"settings": settings.header(), "environment": environment()}
-        arguments.parts.write_text(json.dumps(header) + "\n")
-    else:
-        arguments.parts.write_text("".join(json.dumps(line) + "\n" for line in (header, *finished)))
-    began, failed = time.perf_counter(), 0
-    context = multiprocessing.get_context("spawn")
-    with (
-        arguments.parts.open("a") as out,
-        ProcessPoolExecutor(arguments.workers, context, start_worker, (arguments.threads,)) as pool,
-    ):
-        needed = sorted({(model, seed) for model, _, seed, _ in waiting})
-        for future in [pool.submit(prepare, settings, *pair) for pair in needed]:
-            print(f"candidates of a seed: {future.result():.0f} s", flush=True)
-        futures = {pool.submit(run_part, settings, *part): part for part in waiting}
-        for future in as_completed(futures):
-            try:
-                line = future.result()
-            except Exception as error:  # noqa: BLE001 - one part must not take the others down
-                failed += 1
-                print(f"{futures[future]} failed: {error!r}", flush=True)
-                continue
-            out.write(json.dumps(line) + "\n")
-            out.flush()
-            entry = line["entry"]
-            print(
-                f"{time.perf_counter() - began:6.0f} s {' '.join(map(str, line['key'])):34s} "
-                f"KL {entry['kl']:.4f} perplexity {entry['perplexity']:.3f} bits {entry['bits']:.3f} "
-                f"({entry['seconds']:.0f} s, {entry['chosen_from']})",
-                flush=True,
-            )
-    return int(failed > 0)
+    def show(line):
+        entry = line["entry"]
+        return (
+            f"KL {entry['kl']:.4f} perplexity {entry['perplexity']:.3f} bits {entry['bits']:.3f} "
+            f"({entry['seconds']:.0f} s, {entry['chosen_from']})"
+        )
+
+    def first(missing):
+        seeds = sorted({(model, seed) for _, model, _, seed, _ in missing.values()})
+        return [(prepare, (settings, *pair)) for pair in seeds]
+
+    return run_parts(
+        arguments.parts,
+        settings.header(),
+        {(Path(model).name, *rest): (settings, model, *rest) for model, *rest in parts},
+        run_part,
+        show,
+        workers=arguments.workers,
+        threads=arguments.threads,
+        prepare=first,
+    )
 
 
 # ----------------------------------------------------------------------- the cost of a step
@@ -442,11 +398,7 @@ def merge(arguments):
     """One results file per model, with means over seeds and the comparisons that matter."""
     from rco.runs import write_json_atomic
 
-    headers, lines = [], {}
-    for path in arguments.files:
-        header, parts = read_parts(path)
-        headers.append(header)
-        lines.update({tuple(line["key"]): line for line in parts})
+    settings, environments, lines = merge_parts(arguments.files)
     for model in dict.fromkeys(key[0] for key in lines):
         mine = {key[1:]: line["entry"] for key, line in lines.items() if key[0] == model}
         table = []
@@ -465,8 +417,8 @@ def merge(arguments):
             RESULTS / f"moe_precision_{model.replace('-', '_')}.json",
             {
                 "model": model,
-                "settings": headers[0]["settings"],
-                "environments": [header["environment"] for header in headers],
+                "settings": settings,
+                "environments": environments,
                 "table": table,
                 "runs": [{"key": list(key), **entry} for key, entry in sorted(mine.items(), key=str)],
             },
