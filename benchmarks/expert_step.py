@@ -16,27 +16,8 @@ import time
 from pathlib import Path
 
 import torch
-import transformers
 
 RESULTS = Path(__file__).parent / "results" / "expert_step.json"
-
-
-def random_model(experts, hidden, layers, vocabulary):
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=hidden // 4,
-        moe_intermediate_size=hidden // 2,
-        num_experts=experts,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        initializer_range=0.05,
-    )
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
 def measure(experts, hidden, mode, arguments):
@@ -47,8 +28,9 @@ def measure(experts, hidden, mode, arguments):
     from rco.data.calibration import CalibrationSet
     from rco.losses import Head, chunked_kl
     from rco.models.loading import wrap_model
+    from rco.models.moe_tiny import wide_moe
 
-    model = random_model(experts, hidden, arguments.layers, arguments.vocabulary)
+    model = wide_moe(experts, hidden, layers=arguments.layers, vocabulary=arguments.vocabulary)
     plain_model = wrap_model(copy.deepcopy(model))
     ids = torch.randint(arguments.vocabulary, (arguments.batch, arguments.length))
     counts = torch.ones_like(ids, dtype=torch.bool)

@@ -4,26 +4,9 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 
 from rco.models.moe_gates import expert_gates
-
-
-def random_model(experts, hidden):
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=1024,
-        hidden_size=hidden,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=hidden // 4,
-        moe_intermediate_size=hidden // 2,
-        num_experts=experts,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        initializer_range=0.05,
-    )
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+from rco.models.moe_tiny import wide_moe
 
 
 @pytest.mark.slow
@@ -31,7 +14,7 @@ def random_model(experts, hidden):
 @pytest.mark.parametrize(("experts", "hidden"), [(64, 256), (512, 128)])
 def test_a_search_step_costs_at_most_a_plain_step_and_a_third(experts, hidden, mode):
     torch.manual_seed(0)
-    model = random_model(experts, hidden)
+    model = wide_moe(experts, hidden)
     tokens = torch.randint(0, 1024, (4, 128))
     reference = model(tokens).logits.detach().log_softmax(-1)
     keep = torch.cat([(torch.randperm(experts) >= experts // 4).float() for _ in range(2)]).requires_grad_()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rco.models.moe import MoELayer
 
-__all__ = ["TINY_MOE_NAMES", "random_keep", "tiny_moe", "tiny_tokens"]
+__all__ = ["TINY_MOE_NAMES", "random_keep", "tiny_moe", "tiny_tokens", "wide_moe"]
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 97,
@@ -163,6 +163,25 @@ def tiny_moe(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **cha
                 if key.endswith("e_score_correction_bias"):
                     buffer.normal_(std=0.2)
     return model
+
+
+def wide_moe(experts: int, hidden: int, *, layers: int = 2, vocabulary: int = 1024) -> nn.Module:
+    """A random model with many experts in every layer, of which a token sees eight: what steps are timed on."""
+    return tiny_moe(
+        "qwen3_moe",
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_key_value_heads=4,
+        head_dim=hidden // 4,
+        max_position_embeddings=4096,
+        moe_intermediate_size=hidden // 2,
+        num_experts=experts,
+        num_experts_per_tok=8,
+        mlp_only_layers=[],
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+    )
 
 
 def tiny_tokens(seed: int = 0, batch: int = 2, length: int = 12) -> Tensor:
