@@ -35,9 +35,19 @@ def test_quantize_and_evaluate(tmp_path, capsys, memory):
 @pytest.mark.parametrize(
     "choice",
     [
-        ["--bits", "3", "--format", "dense"],
-        ["--bits", "3", "--per-projection", "--lock", "attention=16", "--searcher", "mxmoe"],
-        ["--active-bits", "3", "--allow-prune", "--widths", "2,4,16"],
+        ["--bits", "3", "--widths", "2,3,4", "--format", "dense"],
+        [
+            "--bits",
+            "3",
+            "--per-projection",
+            "--lock",
+            "attention=16",
+            "--searcher",
+            "mxmoe",
+            "--method",
+            "rtn",
+        ],
+        ["--active-bits", "3", "--allow-prune", "--widths", "2,4,16", "--method", "rtn"],
     ],
     ids=["widths", "mxmoe", "widths-and-pruning"],
 )

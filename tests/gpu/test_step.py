@@ -10,6 +10,7 @@ from rco.backends.candidates import CandidateSettings
 from rco.backends.plan import make_plan
 from rco.backends.quantization import QuantizationBackend
 from rco.compressors.streaming import pinned
+from rco.core.transfer import send
 from rco.models.moe_linears import model_linears
 from rco.models.shapes import random_model
 from rco.studies.step_bench import _expected, run, run_memory, sample_of, sampled_gates
@@ -80,6 +81,8 @@ def experts_case(tmp_path, *, prune):
 def any_case(kind, tmp_path):
     if kind in ("quick", "quick-moe"):
         return make_case(kind, CUDA, length=96, group=32)
+    if kind == "streamed":
+        return make_case("quick", CUDA, length=96, group=32, memory="offload")
     return experts_case(tmp_path, prune=kind == "experts-pruned")
 
 
@@ -95,7 +98,7 @@ def no_waiting():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("kind", ["quick", "experts", "experts-pruned", "quick-moe"])
+@pytest.mark.parametrize("kind", ["quick", "streamed", "experts", "experts-pruned", "quick-moe"])
 def test_the_samples_of_a_step_are_launched_without_waiting(kind, checkpointing, tmp_path):
     case = any_case(kind, tmp_path)
     case.backend.checkpointing = checkpointing
@@ -114,6 +117,15 @@ def test_the_samples_of_a_step_are_launched_without_waiting(kind, checkpointing,
             assert found[1].device.type == "cpu"
             assert float((found[1] - gradient).norm() / gradient.norm()) < 1e-3
             assert float(without) == pytest.approx(loss, rel=1e-2)
+
+
+def test_what_is_sent_arrives_though_its_memory_is_used_again():
+    busy = torch.randn(4096, 4096, device=CUDA)
+    with no_waiting():
+        for _ in range(20):
+            busy = busy @ busy / 64  # so that the copies come late
+        sent = [send(torch.full((5000,), number), CUDA) for number in range(200)]
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(sent))
 
 
 @pytest.mark.parametrize("kind", ["experts-pruned", "quick-moe"])
