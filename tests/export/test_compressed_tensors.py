@@ -10,11 +10,12 @@ import torch
 from safetensors import safe_open
 
 from rco.backends.accounting import DENSE, FileLayout, Scheme, checkpoint_bytes, fixed_bytes, option_bytes
+from rco.compressors.packing import packed_words
 from rco.export import CompressedTensorsExporter, ExportError, check_exportable, validate_for_engine
 from rco.export.base import atomic_folder
 from rco.export.compressed_tensors import quantization_config
 from rco.export.writer import verify_checkpoint, write_checkpoint
-from rco.models.layout import ARCHITECTURES
+from rco.models.layout import ARCHITECTURES, LinearInfo
 from rco.models.loading import load_model, wrap_model
 from rco.models.tiny import tiny_model
 
@@ -436,3 +437,24 @@ def test_every_layer_is_a_target_or_ignored(model_type):
             assert (name in targets) != (name in config["ignore"]), name
         if type(module).__name__.endswith("Experts") and any(p.ndim == 3 for p in module.parameters()):
             assert any(re.match(pattern, f"{name}.0.gate_proj") for pattern in patterns), name
+
+
+@pytest.mark.parametrize("rows", [4, 8, 9, 16])
+def test_zero_points_of_a_single_word_are_refused_as_the_library_cannot_read_them(rows):
+    """Against compressed-tensors itself: 4-bit zero points of 8 rows or fewer are one word per group."""
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    packed = torch.zeros(packed_words(rows, 4), 2, dtype=torch.int32)
+    try:
+        helpers.unpack_from_int32(packed, 4, torch.Size((rows, 2)), packed_dim=0)
+        readable = True
+    except RuntimeError:
+        readable = False
+    layer = torch.nn.Linear(16, rows)
+    info = LinearInfo("small", layer, "small", "attention", 0, "small", 16, rows, False, True)
+    check_exportable([info], {"small": [Scheme(4, 8), Scheme(4, None, False), Scheme(2, 8, False)]})
+    if readable:
+        check_exportable([info], {"small": Scheme(4, 8, False)})
+    else:
+        with pytest.raises(ExportError, match="8 rows or fewer"):
+            check_exportable([info], {"small": Scheme(4, 8, False)})
+    assert readable == (rows > 8)

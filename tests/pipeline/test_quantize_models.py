@@ -102,6 +102,51 @@ def test_from_a_folder_to_the_same_logits(tmp_path, model_type, changes, argumen
     check_logits(out, torch.arange(24)[None] * 31 % 8192)
 
 
+SPARSE = (
+    "olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss",
+)  # fmt: skip
+PRESETS = {
+    "any": ["--bits=3", "--group-size=4", "--symmetric"],
+    "pruned": ["--bits=2.6", "--allow-prune", "--group-size=4", "--symmetric"],
+    "transformers": ["--bits=3.5", "--serve=transformers", "--group-size=4"],
+    "vllm": ["--bits=3.5", "--serve=vllm", "--group-size=4"],
+    "vllm-marlin": ["--bits=5", "--serve=vllm-marlin", "--widths=4,8", "--group-size=0"],
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("model_type", "preset"),
+    [
+        pytest.param(
+            name, preset, marks=() if (name, preset) == ("qwen2_moe", "pruned") else pytest.mark.slow
+        )
+        for name in SPARSE
+        for preset in PRESETS
+    ],
+)
+def test_mixtures_of_experts_from_a_folder_to_the_same_logits(tmp_path, model_type, preset):
+    """Every architecture under every preset: the budget holds on disk, and the logits are those that were judged."""
+    folder, out = save_tiny(model_type, tmp_path / "model", dtype=torch.float32), tmp_path / "run"
+    arguments = [*QUICK, *PRESETS[preset], "--method=rtn", "--clip=minmax", "--out", str(out)]
+    if model_type == "gpt_oss" and preset in ("transformers", "vllm", "vllm-marlin"):
+        arguments.append("--skip=experts")  # they read them stacked only
+    assert main(["quantize", str(folder), *arguments]) == 0
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["certificate"]["used"] <= Fraction(metrics["certificate"]["allowed"])
+    assert not metrics.get("engine", {}).get("violations")
+    tokens = torch.arange(24)[None] * 31 % 8192
+    planned, allocation, _ = plan_export(ExportConfig(run=out, format="dense"))
+    with planned.backend.apply(allocation) as applied:
+        expected = applied.model(tokens).logits
+    own_code = bool(list((out / "model").glob("*.py")))
+    assert not (own_code and preset == "transformers")
+    stock = AutoModelForCausalLM.from_pretrained(out / "model", trust_remote_code=own_code)
+    for model in (stock.eval(), load_model(out / "model").model):
+        with torch.no_grad():
+            torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_size_is_the_size_of_the_files(tmp_path):
     """What is written never takes more bytes than asked, and most of what was asked is used."""

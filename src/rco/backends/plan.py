@@ -181,7 +181,7 @@ def make_plan(
         prunable = allow_prune and all(_prunable(member, protected) for member in members)
         offered = (PRUNED, *widths) if prunable else widths
         fitting = _fitting(members, tuple(allowed) or offered, gguf)
-        if engine.experts == "model" and fitting != (LEAVE_ALONE,):
+        if engine.experts in ("layer", "model") and fitting != (LEAVE_ALONE,):
             _check_separable(engine, members)
         groups.append(Group(_group_name(members), tuple(members), fitting))
     every = tuple(sorted({width for group in groups for width in group.widths} | set(widths)))

@@ -153,6 +153,12 @@ def check_exportable(linears: Iterable[LinearInfo], schemes: Mapping[str, Scheme
                     f"{name} is a {type(info.module).__name__}, and compressed-tensors packs nn.Linear only; "
                     "export this model with the format 'dense'."
                 )
+            zeros_in_one_word = written.bits == 4 and info.out_features <= 8 and not written.symmetric
+            if zeros_in_one_word and written.group_size is not None:
+                raise ExportError(
+                    f"{name} has {info.out_features} rows, and compressed-tensors cannot read the zero points of 8 "
+                    f"rows or fewer at 4 bits: use --symmetric, or leave it alone with --lock '{name}=16'."
+                )
             if written.group_size is not None and info.in_features % written.group_size:
                 raise ExportError(
                     f"{name} has rows of {info.in_features}, which groups of {written.group_size} do not "
