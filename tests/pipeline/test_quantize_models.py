@@ -126,7 +126,7 @@ PRESETS = {
     ],
 )
 def test_mixtures_of_experts_from_a_folder_to_the_same_logits(tmp_path, model_type, preset):
-    """Every architecture under every preset: the budget holds on disk, and the logits are those that were judged."""
+    """Every architecture, every preset: the budget holds on disk, and the logits are those that were judged."""
     folder, out = save_tiny(model_type, tmp_path / "model", dtype=torch.float32), tmp_path / "run"
     arguments = [*QUICK, *PRESETS[preset], "--method=rtn", "--clip=minmax", "--out", str(out)]
     if model_type == "gpt_oss" and preset in ("transformers", "vllm", "vllm-marlin"):
