@@ -361,8 +361,7 @@ def step(arguments):
                 with backend.objective(data) as objective:
 
                     def search(index, objective=objective, gates=gates):
-                        leaf = gates.clone().requires_grad_()
-                        torch.autograd.grad(objective.loss(leaf, index), leaf)
+                        objective.enqueue(gates, index)()
 
                     found["search"] += timed(search)
             medians = {name: statistics.median(values) for name, values in found.items()}

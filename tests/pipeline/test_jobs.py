@@ -2,31 +2,12 @@
 
 import multiprocessing
 import time
-from dataclasses import dataclass
 
 import pytest
+from napping import Nap, Sleeper
 
 from rco.folders import read_json
 from rco.pipeline.jobs import run_jobs
-
-
-@dataclass(frozen=True)
-class Nap:
-    name: str
-    seconds: float
-
-
-class Sleeper:
-    """Sleeps for as long as a job says; ``argument`` is the shortest nap that it refuses."""
-
-    def __init__(self, argument):
-        self.refused = argument
-
-    def do(self, job):
-        if job.seconds >= self.refused:
-            raise ValueError(f"{job.seconds} seconds are too long")
-        time.sleep(job.seconds)
-        return {"slept": job.seconds}
 
 
 def test_an_interruption_ends_running_jobs_and_keeps_finished_ones(tmp_path):

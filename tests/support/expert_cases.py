@@ -1,0 +1,26 @@
+"""A mixture of experts whose experts have widths, for tests of a sample of the search."""
+
+from rco.backends.base import Budget
+from rco.backends.candidates import CandidateSettings
+from rco.backends.plan import make_plan
+from rco.backends.quantization import QuantizationBackend
+from rco.models.moe_linears import model_linears
+from rco.models.shapes import random_model
+from rco.studies.step_cases import Case, random_tokens
+
+
+def experts_case(folder, device, dtype, *, prune, length=96):
+    """Experts at 2, 4 or 16 bits that may be pruned or not, three bits on average."""
+    loaded = random_model("quick-moe", device=device, dtype=dtype)
+    plan = make_plan(
+        loaded.layout,
+        model_linears(loaded.layout, loaded.model),
+        widths=(2, 4, 16),
+        group_size=32,
+        symmetric=False,
+        allow_prune=prune,
+    )
+    backend = QuantizationBackend(loaded, plan, folder, settings=CandidateSettings(method="rtn"))
+    data = random_tokens(loaded, 4, length)
+    backend.prepare(data)
+    return Case(loaded, backend, backend.problem(Budget.parse(bits="3")), data)
