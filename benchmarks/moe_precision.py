@@ -165,13 +165,7 @@ def run_part(settings, model, bits, seed, method):
     """Search and judge; one line of the file of parts."""
     import numpy as np
 
-    from rco.backends.sensitivity import (
-        curvature,
-        fisher_differences,
-        logits_from_losses,
-        predicted_losses,
-        steadied_losses,
-    )
+    from rco.backends.sensitivity import fisher_differences, logits_from_losses, second_order
     from rco.pipeline.common import make_searcher, search_settings
     from rco.pipeline.judge import Judge
 
@@ -195,11 +189,10 @@ def run_part(settings, model, bits, seed, method):
         else:
             part = data.search.select(slice(0, settings.sensitivity))
             differences = fisher_differences(backend, part, seed=seed)
-            known = backend.relative_errors()
-            backend.curvature = curvature(differences, known)
             layers = backend.layer_errors(part, experts_only=False)
-            losses = steadied_losses(predicted_losses(differences, known), layers, backend.alike)
-            prior = logits_from_losses(losses, problem, config.prior_strength)
+            found = second_order(backend, differences, layers)
+            backend.curvature = found.curvature
+            prior = logits_from_losses(found.losses, problem, config.prior_strength)
         searcher = make_searcher(config.searcher, search_settings(config))
         with backend.objective(data.search, data.selection) as objective:
             if table is not None:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
+import torch
 from torch import nn
 
 from rco.backends.accounting import (
@@ -24,13 +25,18 @@ from rco.backends.accounting import (
     weight_bits,
 )
 from rco.backends.plan import PRUNED, Group, QuantizationPlan
+from rco.data.calibration import CalibrationSet
 from rco.models.layout import LinearInfo
+from rco.models.loading import LoadedModel
 from rco.models.moe import MoELayer
-from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear
+from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear, sparse_layers
+from rco.models.moe_scores import count_visits
+from rco.models.precision import computing_in, default_compute_dtype
 
-__all__ = ["EXPERT_ROLES", "KINDS", "BitCosts", "Count", "Visits", "most_visited"]
+__all__ = ["EXPERT_ROLES", "KINDS", "BitCosts", "Count", "Visits", "most_visited", "routing_visits"]
 
 Count = Literal["all", "experts"]
+_ROUTING_BATCH = 8  # sequences at a time
 KINDS = ("bits", "bpw", "size", "active_bits")
 EXPERT_ROLES = (EXPERT_ROLE, "shared_expert")
 
@@ -52,6 +58,20 @@ class Visits:
         if isinstance(info, ExpertLinear):
             return max(int(self.experts[info.layer.index][info.expert]), 1)
         return self.tokens
+
+
+def routing_visits(
+    loaded: LoadedModel, calibration: CalibrationSet, compute_dtype: torch.dtype | None = None
+) -> Visits | None:
+    """How often every expert is routed to; None for a model without experts."""
+    if not sparse_layers(loaded.model):
+        return None
+    dtype = compute_dtype or default_compute_dtype(loaded.device, loaded.dtype)
+    with computing_in(loaded.model, dtype):
+        counts = count_visits(
+            loaded.model, ((part.tokens, part.mask) for part in calibration.batches(_ROUTING_BATCH))
+        )
+    return Visits(int(calibration.mask.sum()), dict(enumerate(counts)))
 
 
 def most_visited(visits: Visits, layers: Sequence[MoELayer]) -> dict[int, list[int]]:

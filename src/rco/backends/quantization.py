@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -15,18 +14,18 @@ import torch
 from torch import Tensor
 
 from rco.backends.base import Backend, Budget
-from rco.backends.bit_costs import BitCosts, Count, Visits
+from rco.backends.bit_costs import BitCosts, Count, Visits, routing_visits
 from rco.backends.candidates import (
     CandidateSettings,
     blocks_of,
     build_candidates,
     candidate_identity,
-    option_label,
 )
-from rco.backends.expert_candidates import kept_experts, packed_candidate, recorded
+from rco.backends.deployment import chosen_weights, deploy, written_names
 from rco.backends.layer_errors import layer_errors
 from rco.backends.objective import LanguageModelObjective, LossKind, Reference
-from rco.backends.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
+from rco.backends.option_errors import recorded_errors, weight_errors
+from rco.backends.plan import LEAVE_ALONE, QuantizationPlan
 from rco.backends.switched import SwitchedModel, switched_model
 from rco.compressors.packing import PackedWeight
 from rco.compressors.streaming import OptionStream, pinned
@@ -37,31 +36,13 @@ from rco.losses import Head
 from rco.models.gating import checkpointed_blocks, parked
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
-from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear, model_linears, sparse_layers
-from rco.models.moe_prune import prune_experts
-from rco.models.moe_scores import count_visits
+from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear, model_linears
 from rco.models.precision import computing_in, default_compute_dtype
 from rco.store import CandidateStore, StoreMismatchError
 
-__all__ = ["QuantizationBackend", "Residency", "routing_visits"]
+__all__ = ["QuantizationBackend", "Residency"]
 
 Residency = Literal["resident", "offload"]
-
-_ROUTING_BATCH = 8  # sequences at a time
-
-
-def routing_visits(
-    loaded: LoadedModel, calibration: CalibrationSet, compute_dtype: torch.dtype | None = None
-) -> Visits | None:
-    """How often every expert is routed to; None for a model without experts."""
-    if not sparse_layers(loaded.model):
-        return None
-    dtype = compute_dtype or default_compute_dtype(loaded.device, loaded.dtype)
-    with computing_in(loaded.model, dtype):
-        counts = count_visits(
-            loaded.model, ((part.tokens, part.mask) for part in calibration.batches(_ROUTING_BATCH))
-        )
-    return Visits(int(calibration.mask.sum()), dict(enumerate(counts)))
 
 
 class QuantizationBackend(Backend):
@@ -243,8 +224,7 @@ class QuantizationBackend(Backend):
     def packed(self) -> Mapping[str, Mapping[str, PackedWeight]]:
         """Every candidate on its linear's device, or offloaded: linear -> width label -> packed weight."""
         if self._packed is None:
-            if self.store is None:
-                raise ValueError("The candidates have not been built: call prepare() first.")
+            store = self._built()
             places: dict[str, torch.device] = {}
             streamed: set[str] = set()
             for info in self.plan.linears:
@@ -259,7 +239,7 @@ class QuantizationBackend(Backend):
                 name: dict(zip(options, pinned(list(options.values())), strict=True))
                 if name in streamed
                 else options
-                for name, options in self.store.load_all(places).items()
+                for name, options in store.load_all(places).items()
             }
         return self._packed
 
@@ -269,48 +249,20 @@ class QuantizationBackend(Backend):
 
     def relative_errors(self) -> Tensor:
         """(N, K) relative output error of every option, summed over a group's members; 0 for the original."""
-        return self._statistic("relative_error")
+        return recorded_errors(self.plan, self._built(), "relative_error")
 
     def output_errors(self) -> Tensor:
         """(N, K) squared output error of every option, summed over tokens and a group's members."""
-        return self._statistic("error")
+        return recorded_errors(self.plan, self._built(), "error")
 
-    def _statistic(self, name: str) -> Tensor:
-        if self.store is None:
-            raise ValueError("The candidates have not been built: call prepare() first.")
-        store = self.store
-
-        def error(info: LinearInfo, width: int) -> float:
-            if width in (LEAVE_ALONE, PRUNED):
-                return float(width == PRUNED)
-            return recorded(store.statistics, info, option_label(width), name)
-
-        rows = [
-            [sum(error(member, width) for member in group.members) for width in self.plan.widths]
-            for group in self.plan.groups
-        ]
-        return torch.tensor(rows, dtype=torch.float64)
-
-    @torch.no_grad()
     def option_errors(self) -> Tensor:
         """(N, K) squared error of every option's weights over the square of the full ones, in a group together."""
-        if self.plan.experts:
-            raise AttributeError("The errors of experts' weights are not kept.")
-        packed = self.packed()
-        errors = torch.zeros(len(self.plan.groups), len(self.plan.widths), dtype=torch.float64)
-        for row, group in enumerate(self.plan.groups):
-            whole = 0.0
-            for member in group.members:
-                weight = member.weight.detach().float()
-                whole += float(weight.double().square().sum())
-                for column, width in enumerate(self.plan.widths):
-                    if width != LEAVE_ALONE:
-                        rounded = packed[member.name][option_label(width)].dequantize(torch.float32)
-                        errors[row, column] += float(
-                            (rounded.to(weight.device) - weight).double().square().sum()
-                        )
-            errors[row] /= whole or 1.0
-        return errors
+        return weight_errors(self.plan, self.packed())
+
+    def _built(self) -> CandidateStore:
+        if self.store is None:
+            raise ValueError("The candidates have not been built: call prepare() first.")
+        return self.store
 
     def layer_errors(self, calibration: CalibrationSet, *, experts_only: bool = True) -> Tensor:
         """(N, K) L2 norm of what a group's option does to the output of its layer, its members one at a time.
@@ -326,16 +278,6 @@ class QuantizationBackend(Backend):
                 ((part.tokens, part.mask) for part in calibration.batches(self.settings.batch_size)),
                 experts_only=experts_only,
             )
-
-    @property
-    def alike(self) -> list[tuple[int, ...] | None]:
-        """For every group what makes its sensitivities comparable: layer and projections of experts, else None."""
-        found: list[tuple[int, ...] | None] = []
-        for group in self.plan.groups:
-            parts = [m for m in group.members if isinstance(m, ExpertLinear)]
-            kinds = sorted({("gate", "up", "down").index(m.projection) for m in parts})
-            found.append((parts[0].layer.index, *kinds) if len(parts) == len(group.members) else None)
-        return found
 
     # --------------------------------------------------------------- the model
 
@@ -469,44 +411,15 @@ class QuantizationBackend(Backend):
 
     def weights_of(self, allocation: Allocation) -> dict[str, PackedWeight]:
         """The packed weight of every quantized linear; those left alone are missing."""
-        packed, choices = self.packed(), self.choice_of(allocation)
-        return {
-            info.name: packed_candidate(packed, info, option_label(choices[info.name]))
-            for info in self.plan.linears
-            if choices[info.name] not in (LEAVE_ALONE, PRUNED)
-        }
+        return chosen_weights(self.plan, self.packed(), self.choice_of(allocation))
 
     def written_names(self, allocation: Allocation) -> dict[str, LinearInfo]:
-        """The linears that are in the checkpoint: all that are planned, but for pruned experts.
-
-        Experts that follow a pruned one have moved up.
-        """
-        choices = self.choice_of(allocation)
-        kept = kept_experts(self.plan, choices)
-        found: dict[str, LinearInfo] = {}
-        for info in self.plan.linears:
-            if choices[info.name] == PRUNED:
-                continue
-            name = info.name
-            if isinstance(info, ExpertLinear) and info.layer.index in kept:
-                name = info.renumbered(kept[info.layer.index].index(info.expert))
-            found[name] = info
-        return found
+        """The linears that are in the checkpoint, by their names there."""
+        return written_names(self.plan, self.choice_of(allocation))
 
     def deployed(self, allocation: Allocation) -> tuple[LoadedModel, dict[str, PackedWeight]]:
         """What is exported: the model without its pruned experts, and the packed weights by their names there."""
-        weights, written = self.weights_of(allocation), self.written_names(allocation)
-        kept = kept_experts(self.plan, self.choice_of(allocation))
-        named = {name: weights[info.name] for name, info in written.items() if info.name in weights}
-        if not kept:
-            return self.loaded, named
-        masks = []
-        for layer in sparse_layers(self.loaded.model):
-            mask = torch.ones(layer.num_experts, dtype=torch.bool)
-            if layer.index in kept:
-                mask = torch.zeros_like(mask).index_fill_(0, torch.tensor(kept[layer.index]), True)
-            masks.append(mask)
-        return replace(self.loaded, model=prune_experts(self.loaded.model, masks)), named
+        return deploy(self.loaded, self.plan, self.packed(), self.choice_of(allocation))
 
     def average_width(self, allocation: Allocation) -> Fraction:
         """Mean bits of the counted weights; pruned ones count as 0 bits."""

@@ -14,23 +14,60 @@ calibration; pooling over the options and over the groups takes out most of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rco.backends.plan import QuantizationPlan
 from rco.backends.quantization import QuantizationBackend
 from rco.core.problem import AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.losses import chunked_cross_entropy, sample_tokens
+from rco.models.moe_linears import ExpertLinear
 
 __all__ = [
+    "SecondOrder",
+    "alike_groups",
     "curvature",
     "fisher_differences",
     "logits_from_losses",
     "predicted_losses",
+    "second_order",
     "steadied_losses",
 ]
+
+
+@dataclass(frozen=True)
+class SecondOrder:
+    """What gradients of the full model say of every option.
+
+    Attributes:
+        losses: (N, K) KL of changing one group alone.
+        curvature: (N, K, K) KL of moving a group from one option to another.
+    """
+
+    losses: Tensor
+    curvature: Tensor
+
+
+def second_order(
+    backend: QuantizationBackend, differences: Tensor, layer_errors: Tensor | None = None
+) -> SecondOrder:
+    """Losses and curvature that a search is started with.
+
+    Args:
+        backend: With its candidates.
+        differences: (S, N, K) from :func:`fisher_differences`.
+        layer_errors: (N, K) what experts' options do to the output of their layers, with which the losses of
+            experts are steadied; None: they stay as they are.
+    """
+    errors = backend.relative_errors()
+    losses = predicted_losses(differences, errors)
+    if layer_errors is not None:
+        losses = steadied_losses(losses, layer_errors, alike_groups(backend.plan))
+    return SecondOrder(losses, curvature(differences, errors))
 
 
 def fisher_differences(
@@ -124,6 +161,16 @@ def steadied_losses(losses: Tensor, layer_errors: Tensor, alike: Sequence[object
         common = torch.where(total > 0, factor * squares[rows], losses[rows])
         result[rows] = 0.5 * (losses[rows] + common)
     return result
+
+
+def alike_groups(plan: QuantizationPlan) -> list[tuple[int, ...] | None]:
+    """For every group what makes its sensitivities comparable: layer and projections of experts, else None."""
+    found: list[tuple[int, ...] | None] = []
+    for group in plan.groups:
+        parts = [m for m in group.members if isinstance(m, ExpertLinear)]
+        kinds = sorted({("gate", "up", "down").index(m.projection) for m in parts})
+        found.append((parts[0].layer.index, *kinds) if len(parts) == len(group.members) else None)
+    return found
 
 
 def _share_of_signal(total: Tensor, noise: Tensor) -> Tensor:

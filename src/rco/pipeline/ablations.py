@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rco.backends.base import Budget
 from rco.backends.quantization import QuantizationBackend
-from rco.backends.sensitivity import curvature, fisher_differences, logits_from_losses, predicted_losses
+from rco.backends.sensitivity import fisher_differences, logits_from_losses, predicted_losses, second_order
 from rco.core.knapsack import solve_mckp
 from rco.core.problem import AllocationProblem
 from rco.core.refine import layer_order, spend, uniform_allocation
@@ -209,9 +209,9 @@ class _Bench:
         backend.curvature = None
         if not printed:
             differences = self._differences(backend, loop, run.seed)
-            errors = backend.relative_errors()
-            backend.curvature = curvature(differences, errors)
-            prior = logits_from_losses(predicted_losses(differences, errors), problem, config.prior_strength)
+            known = second_order(backend, differences)
+            backend.curvature = known.curvature
+            prior = logits_from_losses(known.losses, problem, config.prior_strength)
         searcher = RCO(
             steps=loop.steps,
             samples=loop.samples,

@@ -19,7 +19,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rco.backends.base import Budget
-from rco.backends.sensitivity import curvature, fisher_differences, logits_from_losses, predicted_losses
+from rco.backends.sensitivity import (
+    fisher_differences,
+    logits_from_losses,
+    predicted_losses,
+    second_order,
+)
 from rco.core.problem import AllocationProblem
 from rco.core.result import SearchResult, StepRecord
 from rco.core.search import MOST_CANDIDATES
@@ -202,12 +207,11 @@ class QuantizeContest:
         self.backend.curvature = None
         if entrant.prior:
             assert prepared.differences is not None
-            errors = self.backend.relative_errors()
-            losses = predicted_losses(prepared.differences, errors)
-            prior = logits_from_losses(losses, problem, config.prior_strength)
+            found = second_order(self.backend, prepared.differences)
+            prior = logits_from_losses(found.losses, problem, config.prior_strength)
             if before is not None:
                 prior[torch.arange(len(before)), torch.from_numpy(before)] += config.prior_strength
-            self.backend.curvature = curvature(prepared.differences, errors)
+            self.backend.curvature = found.curvature
 
         def on_incumbent(record: StepRecord, choices: np.ndarray) -> None:
             if curve is None or left is None:

@@ -16,19 +16,13 @@ from safetensors.torch import load_file
 
 from rco import tables
 from rco.backends.base import Budget
-from rco.backends.bit_costs import Visits, most_visited
+from rco.backends.bit_costs import Visits, most_visited, routing_visits
 from rco.backends.candidates import CandidateSettings
 from rco.backends.engines import find_engine
 from rco.backends.gguf_file import GGUFFile
 from rco.backends.plan import ExpertGroups, QuantizationPlan, make_plan
-from rco.backends.quantization import QuantizationBackend, routing_visits
-from rco.backends.sensitivity import (
-    curvature,
-    fisher_differences,
-    logits_from_losses,
-    predicted_losses,
-    steadied_losses,
-)
+from rco.backends.quantization import QuantizationBackend
+from rco.backends.sensitivity import fisher_differences, logits_from_losses, second_order
 from rco.core.knapsack import solve_mckp
 from rco.core.problem import Allocation
 from rco.core.refine import layer_order, spend, uniform_allocation
@@ -178,13 +172,9 @@ def _lead(
             ranks.call("candidates")
             backend.prepare(data.search)
         differences = _sensitivities(config, planned, data, progress, run)
-        errors = backend.relative_errors()
-        losses = predicted_losses(differences, errors)
         layer_errors = _layer_errors(config, backend, data, run)
-        if layer_errors is not None:
-            losses = steadied_losses(losses, layer_errors, backend.alike)
-        sensitivities = losses.numpy()
-        backend.curvature = curvature(differences, errors)
+        found = second_order(backend, differences, layer_errors)
+        sensitivities, backend.curvature = found.losses.numpy(), found.curvature
         known = {}
         if config.searcher == "mxmoe" and layer_errors is not None:
             known["layer_errors"] = layer_errors

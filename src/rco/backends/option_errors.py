@@ -1,0 +1,54 @@
+"""Tables of what options do to weights and outputs, a row per group and a column per width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rco.backends.candidates import option_label
+from rco.backends.expert_candidates import recorded
+from rco.backends.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
+from rco.compressors.packing import PackedWeight
+from rco.models.layout import LinearInfo
+from rco.store import CandidateStore
+
+__all__ = ["recorded_errors", "weight_errors"]
+
+
+def recorded_errors(plan: QuantizationPlan, store: CandidateStore, name: str) -> Tensor:
+    """(N, K) an error that was written down with the candidates, summed over a group's members.
+
+    The original weights have none, a pruned expert has all there is: 1.
+    """
+
+    def error(info: LinearInfo, width: int) -> float:
+        if width in (LEAVE_ALONE, PRUNED):
+            return float(width == PRUNED)
+        return recorded(store.statistics, info, option_label(width), name)
+
+    rows = [
+        [sum(error(member, width) for member in group.members) for width in plan.widths]
+        for group in plan.groups
+    ]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@torch.no_grad()
+def weight_errors(plan: QuantizationPlan, packed: Mapping[str, Mapping[str, PackedWeight]]) -> Tensor:
+    """(N, K) squared error of every option's weights over the square of the full ones, in a group together."""
+    if plan.experts:
+        raise AttributeError("The errors of experts' weights are not kept.")
+    errors = torch.zeros(len(plan.groups), len(plan.widths), dtype=torch.float64)
+    for row, group in enumerate(plan.groups):
+        whole = 0.0
+        for member in group.members:
+            weight = member.weight.detach().float()
+            whole += float(weight.double().square().sum())
+            for column, width in enumerate(plan.widths):
+                if width != LEAVE_ALONE:
+                    rounded = packed[member.name][option_label(width)].dequantize(torch.float32)
+                    errors[row, column] += float((rounded.to(weight.device) - weight).double().square().sum())
+        errors[row] /= whole or 1.0
+    return errors
