@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rco.core.problem import AllocationProblem
-from rco.core.protocols import Objective, Searcher, selection_objective
+from rco.core.protocols import Objective, QueuedObjective, Searcher, selection_objective
 from rco.core.refine import uniform_allocation
 from rco.core.result import SearchResult, StepRecord
 from rco.testing.problems import QuadraticObjective, random_problem
@@ -18,7 +18,7 @@ __all__ = ["check_objective", "check_searcher"]
 
 
 def check_objective(objective: Objective, num_groups: int, num_options: int) -> None:
-    """A finite, repeatable scalar per batch, differentiable in the gates."""
+    """A finite, repeatable scalar per batch, differentiable in the gates; the same where it is enqueued."""
     generator = torch.Generator().manual_seed(0)
     choices = torch.randint(num_options, (num_groups,), generator=generator)
     assert objective.num_batches >= 1, f"num_batches is {objective.num_batches}"
@@ -33,6 +33,14 @@ def check_objective(objective: Objective, num_groups: int, num_options: int) -> 
         with torch.no_grad():
             again = objective.loss(gates.detach(), batch)
         assert torch.allclose(loss.detach(), again), f"the same gates gave {float(loss)} and {float(again)}"
+        if isinstance(objective, QueuedObjective):
+            answers = [objective.enqueue(gates.detach(), batch) for _ in range(2)]
+            for value, slope in (answer() for answer in answers):
+                assert np.isclose(value, float(again), rtol=1e-4), f"enqueued, {float(again)} became {value}"
+                assert slope.device == gates.device, f"the gradient came back on {slope.device}"
+                assert torch.allclose(slope, gradient, rtol=1e-3, atol=1e-6), (
+                    "enqueued, the gradient is another"
+                )
 
 
 def check_searcher(searcher: Searcher) -> None:
