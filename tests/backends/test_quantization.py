@@ -1,5 +1,6 @@
 """The quantization backend on small random models: exact budgets, gradients, restoration, heads."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -70,6 +71,36 @@ def _relax(backend, gates):
     for name, row in backend.rows.items():
         module = backend.loaded.model.get_submodule(name)
         module.select(None, gates[row])
+
+
+@pytest.mark.parametrize(("loss", "top_k"), [("kl", None), ("kl", 3), ("cross-entropy", None)])
+def test_only_what_the_mask_marks_counts(tmp_path, loss, top_k):
+    """As with conversations, whose answers alone count: the loss is that of plain logits at those positions."""
+    backend, data = make_backend(tmp_path)
+    backend.loss_kind, backend.top_k, backend.batch_size = loss, top_k, 2
+    mask = torch.rand(data.mask.shape, generator=torch.Generator().manual_seed(3)) < 0.3
+    mask[:, -1] = False
+    data = replace(data, mask=mask)
+    problem = backend.problem(Budget("bits", Fraction(3)))
+    gates = problem.allocation(np.arange(problem.num_groups) % 3).one_hot(3)
+    with torch.no_grad():
+        full = backend.loaded.model(data.tokens[2:]).logits.log_softmax(-1)
+        with backend.apply(problem.allocation(np.arange(problem.num_groups) % 3)) as applied:
+            own = applied.model(data.tokens[2:]).logits.log_softmax(-1)
+        with backend.objective(data) as objective:
+            got = float(objective.loss(gates, 1))
+    if loss == "cross-entropy":
+        per_token = -own[:, :-1].gather(-1, data.tokens[2:, 1:, None])[..., 0]
+    else:
+        p, q = full.exp(), own.exp()
+        if top_k is not None:
+            likeliest = p.topk(top_k).indices
+            kept = [x.gather(-1, likeliest) for x in (p, q)]
+            p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in kept)
+        per_token = (p * (p / q).log()).sum(-1)[:, :-1]
+    counted = mask[2:, :-1]
+    assert 0 < counted.sum() < counted.numel()
+    assert got == pytest.approx(float(per_token[counted].mean()), rel=1e-3)
 
 
 def test_the_full_model_has_no_loss_and_two_bits_have_some(tmp_path):

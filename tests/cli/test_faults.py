@@ -225,6 +225,17 @@ def test_damaged_candidates(run, tmp_path, command, whole, damaged, damage, word
     assert first["allocation"] == second["allocation"]
 
 
+def test_one_store_serves_every_budget(run, tmp_path, command, whole):
+    before = {path: path.stat().st_mtime_ns for path in (whole / "candidates").iterdir()}
+    for budget in (["--bits=2.2"], ["--bits=5"], ["--bpw=9"]):
+        argv = [argument for argument in command if not argument.startswith("--bits")]
+        out = tmp_path / budget[0].strip("-")
+        code, _, err = run(*argv, *budget, "--store", whole / "candidates", "--out", out)
+        assert code == 0, err
+        assert not (out / "candidates").exists()
+    assert {path: path.stat().st_mtime_ns for path in (whole / "candidates").iterdir()} == before
+
+
 def test_candidates_of_another_model(run, tmp_path, command, whole):
     other = save_tiny("llama", tmp_path / "other", seed=1)
     argv = [*command, "--store", whole / "candidates", "--out", tmp_path / "run"]

@@ -198,8 +198,36 @@ def test_progress_shows_where_the_search_stands(run, tmp_path, random_llama, tex
         *[argument for argument in base if argument != "--quiet"], "--bits=3", "--group-size=8"
     )
     assert code == 0
+    # The range comes first, before any work.
+    assert err.splitlines()[0].startswith("3 bits asked; bits from 2 to 8 can be had; memory about ")
     lines = [line for line in err.splitlines() if line.startswith("search: ")]
     step = r"search: \d/3, loss [\d.e-]+, 3\.0000 bits, entropy [\d.]+, \d+ decided, tau [\d.]+"
     assert len(lines) == 3
     assert re.fullmatch(rf"{step}, about \d+ s left", lines[0])
     assert re.fullmatch(step, lines[-1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--prior=uniform"],
+        ["--prior=output-error"],
+        ["--loss=cross-entropy"],
+        ["--top-k=5"],
+        ["--batch-size=2", "--checkpointing"],
+        ["--skip=down_proj", "--lock=layers.0.self_attn=8", "--tie=gate_proj,up_proj"],
+        ["--bpw=6.5", "--symmetric"],
+    ],
+    ids=" ".join,
+)
+def test_options_of_the_search(run, tmp_path, random_llama, texts, options):
+    """Each takes part in a whole run, which keeps its budget and is no worse than where it began."""
+    budget = [] if any(option.startswith("--bpw") for option in options) else ["--bits=4"]
+    small = [*budget, "--group-size=8", "--method=rtn", "--format=none", "--out", tmp_path / "run"]
+    code, _, err = run("quantize", random_llama, "--data", texts, *QUICK, *small, *options)
+    assert code == 0, err
+    result = json.loads((tmp_path / "run" / "allocation.json").read_text())
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["budget"]["used_units"] <= metrics["budget"]["budget_units"]
+    assert result["loss"] <= min(result["candidates"].values())
+    assert ("prior" in result["candidates"]) == (options != ["--prior=uniform"])

@@ -239,7 +239,7 @@ def test_the_real_harness_runs_a_task_of_ones_own(tmp_path, monkeypatch):
         "task: own\ndataset_path: json\ndataset_kwargs:\n  data_files:\n"
         f"    test: {tmp_path}/items.jsonl\n"
         "output_type: multiple_choice\ntest_split: test\ntarget_delimiter: ''\n"
-        'doc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"\ndoc_to_choice: "{{choices}}"\n'
+        'doc_to_text: "{{context}}"\ndoc_to_target: "{{label}}"\ndoc_to_choice: "{{choices}}"\n'
         "metric_list:\n  - metric: acc\n    aggregation: mean\n    higher_is_better: true\n"
     )
     loaded = load_model("tiny-llama")

@@ -249,8 +249,13 @@ def _prior(
 
 
 def _expectation(planned: PlannedQuantization) -> str:
-    expected = planned.estimate
-    text = f"memory about {expected.memory / 2**30:.2f} GiB"
+    """What can be asked for, and what it will take."""
+    expected, budget = planned.estimate, planned.budget
+    low, high = planned.backend.budget_range(budget.kind)
+    text = (
+        f"{budget} asked; {budget.kind.replace('_', ' ')} from {low} to {high} can be had; "
+        f"memory about {expected.memory / 2**30:.2f} GiB"
+    )
     if expected.on_gpu:
         place = "on the GPU" if expected.residency == "resident" else "in host memory"
         text += f" on the GPU, {expected.search_memory / 2**30:.2f} GiB while searching; candidates {place}"
