@@ -179,7 +179,7 @@ def test_pooled_curvature_is_that_of_the_losses():
         0.5 + torch.rand(50, 1, generator=generator).double()
     )
     differences = drawn_differences(3.0 * errors, 200)
-    bends = curvature(differences, errors)
+    bends = curvature(differences, predicted_losses(differences, errors))
     assert torch.allclose(bends, bends.transpose(1, 2))
     assert (bends.diagonal(dim1=1, dim2=2) == 0).all()
     independent = 3.0 * (errors[:, :, None] + errors[:, None, :])

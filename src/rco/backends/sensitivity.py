@@ -67,7 +67,7 @@ def second_order(
     losses = predicted_losses(differences, errors)
     if layer_errors is not None:
         losses = steadied_losses(losses, layer_errors, alike_groups(backend.plan))
-    return SecondOrder(losses, curvature(differences, errors))
+    return SecondOrder(losses, curvature(differences, losses))
 
 
 def fisher_differences(
@@ -178,17 +178,16 @@ def _share_of_signal(total: Tensor, noise: Tensor) -> Tensor:
     return ((total - noise) / total.clamp_min(1e-300)).clamp(0.0, 1.0)
 
 
-def curvature(differences: Tensor, errors: Tensor | None = None) -> Tensor:
+def curvature(differences: Tensor, losses: Tensor | None = None) -> Tensor:
     """(N, K, K) second-order KL of moving a group from one option to another.
 
-    With ``errors`` the losses are those of :func:`predicted_losses`, and how far two options' errors point the same
+    With ``losses`` (N, K), better known than from the differences alone, how far two options' errors point the same
     way is taken from all groups together.
     """
-    if errors is None:
+    if losses is None:
         gram = torch.einsum("sia,sib->iab", differences, differences) / len(differences)
         square = gram.diagonal(dim1=1, dim2=2)
         return (0.5 * (square[:, :, None] + square[:, None, :] - 2.0 * gram)).clamp_min(0.0)
-    losses = predicted_losses(differences, errors)
     size = losses.sqrt()
     unit = differences / size.where(size > 0, torch.inf)
     agreement = torch.einsum("sia,sib->ab", unit, unit)
