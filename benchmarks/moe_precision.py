@@ -22,6 +22,8 @@ first, into the folder given by --work. ``merge`` makes one results/moe_precisio
 
 import argparse
 import dataclasses
+import hashlib
+import json
 import statistics
 import sys
 import time
@@ -165,7 +167,7 @@ def run_part(settings, model, bits, seed, method):
     """Search and judge; one line of the file of parts."""
     import numpy as np
 
-    from rco.backends.sensitivity import fisher_differences, logits_from_losses, second_order
+    from rco.backends.sensitivity import logits_from_losses, second_order
     from rco.pipeline.common import make_searcher, search_settings
     from rco.pipeline.judge import Judge
 
@@ -187,10 +189,7 @@ def run_part(settings, model, bits, seed, method):
         if method == "mxmoe":
             table = backend.layer_errors(data.search.select(slice(0, settings.sensitivity)))
         else:
-            part = data.search.select(slice(0, settings.sensitivity))
-            differences = fisher_differences(backend, part, seed=seed)
-            layers = backend.layer_errors(part, experts_only=False)
-            found = second_order(backend, differences, layers)
+            found = second_order(backend, *_sensitivities(settings, model, seed, backend, data.search))
             backend.curvature = found.curvature
             prior = logits_from_losses(found.losses, problem, config.prior_strength)
         searcher = make_searcher(config.searcher, search_settings(config))
@@ -223,6 +222,28 @@ def run_part(settings, model, bits, seed, method):
         "seconds": searched,
     }
     return {"entry": entry, "wall_seconds": time.perf_counter() - began}
+
+
+def _sensitivities(settings, model, seed, backend, calibration):
+    """Differences and layer errors, which depend on the groups but not on the budget: measured once."""
+    from safetensors.torch import load_file, save_file
+
+    from rco.backends.sensitivity import fisher_differences
+    from rco.folders import atomic_path
+
+    groups = [[[member.name for member in group.members], group.widths] for group in backend.plan.groups]
+    name = hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:16]
+    path = Path(settings.work) / f"{Path(model).name}-{seed}-{name}-{settings.sensitivity}.safetensors"
+    if not path.exists():
+        part = calibration.select(slice(0, settings.sensitivity))
+        found = {
+            "differences": fisher_differences(backend, part, seed=seed),
+            "layer_errors": backend.layer_errors(part, experts_only=False),
+        }
+        with atomic_path(path) as temporary:
+            save_file(found, temporary)
+    found = load_file(path)
+    return found["differences"], found["layer_errors"]
 
 
 def _restrict(backend, budget, width):
