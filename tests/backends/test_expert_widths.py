@@ -315,6 +315,23 @@ def test_pruned_and_quantized_in_one(tmp_path, monkeypatch):
     assert float(differences[:, experts, 0].abs().max()) > 0
 
 
+def test_errors_of_weights_are_those_of_every_expert(tmp_path):
+    """What HIGGS reads, against the weights themselves; a pruned expert loses all of it."""
+    backend = make_backend(tmp_path, name="qwen3_moe", allow_prune=True)
+    backend.prepare(text())
+    table, problem = backend.option_errors(), backend.problem(Budget("bits", Fraction(2)))
+    weights = backend.weights_of(
+        problem.allocation(np.full(problem.num_groups, backend.plan.widths.index(2)))
+    )
+    for row, group in enumerate(backend.plan.groups):
+        full = sum(float(m.weight.double().square().sum()) for m in group.members)
+        lost = sum(
+            float((weights[m.name].dequantize() - m.weight).double().square().sum()) for m in group.members
+        )
+        assert float(table[row, backend.plan.widths.index(2)]) == pytest.approx(lost / full, rel=1e-5)
+        assert float(table[row, backend.plan.widths.index(PRUNED)]) == 1.0
+
+
 def test_routers_never_lose_too_many_experts(tmp_path):
     backend = make_backend(tmp_path, name="qwen3_moe", allow_prune=True)
     for layer in moe_layers(backend.loaded.model):

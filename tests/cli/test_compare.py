@@ -64,7 +64,10 @@ def test_all_default_methods_at_equal_tokens_in_one_table(run, tmp_path, random_
 def test_more_budgets_and_seeds_are_added_in_parallel_processes(run, tmp_path, random_llama, texts):
     out = tmp_path / "compared"
     base = ["compare", "quantize", random_llama, "--data", texts, "--out", out, *SMALL]
-    base += ["--methods=rco,uniform,evopress+prior", "--no-curves"]
+    tasks = tmp_path / "sense.jsonl"
+    lines = [{"context": "a b", "choices": [" c", " hh"], "label": k % 2} for k in range(4)]
+    tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    base += ["--methods=rco,uniform,evopress+prior", "--no-curves", "--tasks", tasks]
     sweep = ["--sweep=3"]
     assert run(*base, "--bits=2.5", "--seeds=1")[0] == 0
     before = entries_of(out)
@@ -82,6 +85,9 @@ def test_more_budgets_and_seeds_are_added_in_parallel_processes(run, tmp_path, r
         for budget in ("2.5", "3.0")
         for method in ("rco", "uniform", "evopress+prior")
     }
+    assert all(row["acc sense"] == 0.5 for row in outcome["rows"])  # the same question, either answer
+    assert all(row["recovery"] == 100.0 for row in outcome["rows"])
+    assert "| acc sense |" in (out / "comparison.md").read_text()
     after = entries_of(out)
     assert all(entry in after for entry in before)
     # A process of its own gives what this one gives.
@@ -96,7 +102,9 @@ def test_more_budgets_and_seeds_are_added_in_parallel_processes(run, tmp_path, r
 
 def test_bad_requests_are_refused_before_any_work(run, tmp_path, random_llama):
     base = ["compare", "quantize", random_llama, "--out", tmp_path / "none", "--quiet"]
+    (tmp_path / "bad.jsonl").write_text('{"question": "?"}\n')
     for arguments, words in (
+        (["--bits=2.5", "--tasks", tmp_path / "bad.jsonl"], "line 1: expected an object with context"),
         (["--bits=2.5", "--methods=rcoo"], "Did you mean rco"),
         (["--bits=2.5", "--methods=rco@2"], "share of the tokens"),
         (["--bits=2.5", "--allowance=hours=3"], "tokens=NUMBER"),

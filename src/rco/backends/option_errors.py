@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rco.backends.candidates import option_label
-from rco.backends.expert_candidates import recorded
+from rco.backends.expert_candidates import packed_candidate, recorded
 from rco.backends.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
 from rco.compressors.packing import PackedWeight
 from rco.models.layout import LinearInfo
@@ -38,17 +38,19 @@ def recorded_errors(plan: QuantizationPlan, store: CandidateStore, name: str) ->
 @torch.no_grad()
 def weight_errors(plan: QuantizationPlan, packed: Mapping[str, Mapping[str, PackedWeight]]) -> Tensor:
     """(N, K) squared error of every option's weights over the square of the full ones, in a group together."""
-    if plan.experts:
-        raise AttributeError("The errors of experts' weights are not kept.")
     errors = torch.zeros(len(plan.groups), len(plan.widths), dtype=torch.float64)
     for row, group in enumerate(plan.groups):
         whole = 0.0
         for member in group.members:
             weight = member.weight.detach().float()
-            whole += float(weight.double().square().sum())
+            square = float(weight.double().square().sum())
+            whole += square
             for column, width in enumerate(plan.widths):
-                if width != LEAVE_ALONE:
-                    rounded = packed[member.name][option_label(width)].dequantize(torch.float32)
-                    errors[row, column] += float((rounded.to(weight.device) - weight).double().square().sum())
+                if width == PRUNED:
+                    errors[row, column] += square
+                elif width != LEAVE_ALONE:
+                    candidate = packed_candidate(packed, member, option_label(width))
+                    rounded = candidate.dequantize(torch.float32).to(weight.device)
+                    errors[row, column] += float((rounded - weight).double().square().sum())
         errors[row] /= whole or 1.0
     return errors

@@ -61,12 +61,14 @@ def _show(outcome: Comparison, as_json: bool) -> None:
 
     from rco.pipeline.compare_tables import table_columns
 
-    columns = table_columns(outcome.rows)
-    table = Table("budget")
-    for place, (name, _) in enumerate(columns):
-        table.add_column(name, justify="right" if place else "left")
+    budgets, columns = {row["budget"] for row in outcome.rows}, table_columns(outcome.rows)
+    if len(budgets) > 1:
+        columns.insert(0, ("budget", lambda row: str(row["budget"])))
+    table = Table(title=None if len(budgets) > 1 else budgets.pop(), title_justify="left")
+    for name, _ in columns:
+        table.add_column(name, justify="left" if name in ("budget", "method") else "right")
     for row in outcome.rows:
-        table.add_row(row["budget"], *(text(row) for _, text in columns))
+        table.add_row(*(text(row) for _, text in columns))
     Console().print(table)
     typer.echo(f"tables      {outcome.folder}/comparison.md, .csv, .json")
     for path in outcome.plots:

@@ -74,8 +74,8 @@ class CompareQuantizeConfig(QuantizeConfig):
         return named[0]
 
     def single(self, budget: str) -> QuantizeConfig:
-        """The same with one of the budgets."""
-        named: dict[str, Any] = {self._budget()[0]: budget}
+        """The same with one of the budgets; a comparison writes no checkpoint, whose rules are none of its own."""
+        named: dict[str, Any] = {self._budget()[0]: budget, "format": "none"}
         return dataclasses.replace(self, **named)
 
     def folder(self) -> Path:

@@ -141,8 +141,8 @@ def _recovery(axes: Axes, rows: Sequence[Mapping[str, Any]], tasks: bool) -> Non
         color=[_bar_colour(row) for row in shown],
     )
     axes.bar_label(bars, [f" {row['seconds']:.0f} s" for row in shown], fontsize=7)
-    low = min(row["recovery"] for row in shown)
-    axes.set_xlim(max(0.0, low - 0.2 * (100.0 - low)), 100.0)
+    low, high = shown[0]["recovery"], max(100.0, shown[-1]["recovery"])  # a task may go better than before
+    axes.set_xlim(max(0.0, low - max(0.2 * (high - low), 1.0)), high)
     axes.set_xlabel(
         "accuracy, % of the full model's" if tasks else "full model's perplexity, % of this one's"
     )

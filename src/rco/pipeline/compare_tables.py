@@ -89,11 +89,12 @@ def _row(entries: Sequence[Mapping[str, Any]], full: Mapping[str, Any] | None) -
     for domain in entries[0]["by_domain"]:
         for key in ("kl", "perplexity"):
             row[f"{key} {domain}"] = _spread([entry["by_domain"][domain][key] for entry in entries])[0]
-    tasks = entries[0].get("tasks", {})
-    for task in tasks:
-        row[f"acc {task}"], row[f"acc {task} std"] = _spread(
-            [entry["tasks"][task]["acc"] for entry in entries]
-        )
+    measured = {
+        task: [headline(entry["tasks"][task]) for entry in entries] for task in entries[0].get("tasks", {})
+    }
+    tasks = {task: values for task, values in measured.items() if None not in values}
+    for task, values in tasks.items():
+        row[f"acc {task}"], row[f"acc {task} std"] = _spread([value for value in values if value is not None])
     known = (full or {}).get("tasks", {})
     whole = [(row[f"acc {task}"], headline(known.get(task, {}))) for task in tasks]
     if whole and all(reference for _, reference in whole):

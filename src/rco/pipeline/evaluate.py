@@ -7,17 +7,18 @@ from typing import Any
 
 from rco.data.calibration import CalibrationSet, build_calibration
 from rco.evaluation.divergence import measure_divergence
-from rco.evaluation.harness import run_harness
+from rco.evaluation.harness import harness_available, run_harness
 from rco.evaluation.perplexity import measure_perplexity
 from rco.evaluation.size import checkpoint_size
 from rco.evaluation.states import ReferenceStates
+from rco.evaluation.statistics import EvaluationError
 from rco.evaluation.tasks import evaluate_task, load_task
 from rco.models.loading import LoadedModel, load_model
 from rco.models.precision import computing_in, default_compute_dtype
 from rco.pipeline.configs import EvaluateConfig
 from rco.pipeline.progress import Progress, Silent
 
-__all__ = ["checkpoint_of", "evaluate", "headline", "measure_tasks"]
+__all__ = ["check_tasks", "checkpoint_of", "evaluate", "headline", "measure_tasks"]
 
 # What a task is judged by, in the order of preference; the two spellings of pass@1 are HumanEval's and MBPP's.
 _HEADLINES = ("acc", "pass@1", "pass_at_1", "exact_match")
@@ -34,6 +35,7 @@ def checkpoint_of(path: str) -> str:
 def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> list[dict[str, Any]]:
     """One row per model, the reference first."""
     progress = progress or Silent()
+    check_tasks(config.tasks, config.limit)
     names = [checkpoint_of(path) for path in config.paths]
     if config.reference is not None and config.reference not in names:
         names.insert(0, config.reference)
@@ -83,11 +85,31 @@ def _row(name: str, loaded: LoadedModel, data: CalibrationSet, config: EvaluateC
     return row
 
 
-def measure_tasks(loaded: LoadedModel, listed: str | None, limit: int | None, seed: int) -> dict[str, Any]:
-    """Results by task: JSONL files are read here, other names go to lm-eval."""
+def check_tasks(listed: str | None, limit: int | None) -> None:
+    """Refuse tasks that cannot be read, before the work whose result they are to measure.
+
+    Raises:
+        ValueError: A file is missing or malformed, or lm-eval is needed and not installed.
+    """
+    files, named = _split_tasks(listed)
+    for file in files:
+        load_task(file, limit=limit)
+    if named and not harness_available():
+        raise EvaluationError(
+            f"The tasks {', '.join(named)} need lm-eval: run pip install 'rco[eval]', or give JSONL files."
+        )
+
+
+def _split_tasks(listed: str | None) -> tuple[list[str], list[str]]:
+    """JSONL files, and other names."""
     wanted = [part.strip() for part in (listed or "").split(",") if part.strip()]
     files = [part for part in wanted if part.endswith(".jsonl")]
-    named = [part for part in wanted if not part.endswith(".jsonl")]
+    return files, [part for part in wanted if not part.endswith(".jsonl")]
+
+
+def measure_tasks(loaded: LoadedModel, listed: str | None, limit: int | None, seed: int) -> dict[str, Any]:
+    """Results by task: JSONL files are read here, other names go to lm-eval."""
+    files, named = _split_tasks(listed)
     tasks = {Path(file).stem: evaluate_task(loaded, load_task(file, limit=limit)) for file in files}
     if named:
         tasks.update(run_harness(loaded, named, limit=limit, seed=seed))
