@@ -1,5 +1,6 @@
 """A sample of the search on a GPU: the same wherever its options are, without waiting, in the memory expected."""
 
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -68,11 +69,17 @@ def any_case(kind, tmp_path):
 def no_waiting():
     """Inside, a call that makes the host wait for the device is an error."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        watch_for_waiting("error")
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        watch_for_waiting("default")
+
+
+def watch_for_waiting(mode):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
