@@ -77,7 +77,7 @@ def test_more_budgets_and_seeds_are_added_in_parallel_processes(run, tmp_path, r
     assert code == 0, told
     outcome = json.loads(printed)
     rows = {(row["budget"], row["method"]): row["seeds"] for row in outcome["rows"]}
-    front = {budget: rows.pop((budget, "sweep")) for budget in ("2.5", "2.75", "3")}
+    front = {budget: rows.pop((budget, "sweep")) for budget in ("2.5", "2.75", "3.0")}
     assert set(front.values()) == {2}
     assert "quality.svg" in {path.rsplit("/", 1)[-1] for path in outcome["plots"]}
     assert rows == {

@@ -70,6 +70,8 @@ def _show(outcome: Comparison, as_json: bool) -> None:
     for row in outcome.rows:
         table.add_row(*(text(row) for _, text in columns))
     Console().print(table)
+    for name, reason in outcome.failed.items():
+        typer.echo(f"not run     {name}: {reason}")
     typer.echo(f"tables      {outcome.folder}/comparison.md, .csv, .json")
     for path in outcome.plots:
         typer.echo(f"plot        {path}")

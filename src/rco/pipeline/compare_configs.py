@@ -63,7 +63,10 @@ class CompareQuantizeConfig(QuantizeConfig):
         if low == high:
             raise ValueError(f"--sweep needs two different budgets in --bits, got {self.bits}.")
         steps = [low + (high - low) * k / (self.sweep - 1) for k in range(self.sweep)]
-        return [f"{step.quantize(Decimal('0.0001')).normalize():f}" for step in steps]
+        exact = [step.quantize(Decimal("0.0001")).normalize() for step in steps]
+        # One that is also listed is written as it is there, so that both come under one heading.
+        listed = dict(zip(ends, self.budget_list(), strict=True))
+        return [listed.get(step, f"{step:f}") for step in exact]
 
     def _budget(self) -> tuple[str, str | None]:
         named = [(kind, text) for kind, text in self.budgets().items() if text is not None]

@@ -112,7 +112,11 @@ def table_columns(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Callable
     """Heading of every column that people read, and how its cell is written."""
 
     def plus_minus(key: str, digits: int) -> Callable[[Mapping[str, Any]], str]:
-        return lambda row: f"{row[key]:.{digits}f} ± {row[f'{key}_std']:.{digits}f}"
+        def text(row: Mapping[str, Any]) -> str:
+            spread = f" ± {row[f'{key}_std']:.{digits}f}" if row["seeds"] > 1 else ""  # one seed has none
+            return f"{row[key]:.{digits}f}{spread}"
+
+        return text
 
     def amount(key: str) -> Callable[[Mapping[str, Any]], str]:
         return lambda row: row[f"{key}_exact"] or f"{row[key]:.4f}"
