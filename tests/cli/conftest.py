@@ -9,7 +9,7 @@ from rco.cli import main
 from rco.models.tiny import save_tiny
 
 _SIZES = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
     "max_position_embeddings": 64, "intermediate_size": 16, "tie_word_embeddings": True, "dtype": torch.float32,
 }  # fmt: skip
 

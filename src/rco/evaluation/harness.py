@@ -10,7 +10,7 @@ from typing import Any
 from rco.evaluation.statistics import EvaluationError
 from rco.models.loading import LoadedModel
 
-__all__ = ["harness_available", "run_harness"]
+__all__ = ["check_harness", "harness_available", "run_harness"]
 
 # Tasks whose answers are programs; lm-eval runs them on this machine to see whether they work.
 _RUNS_CODE = ("humaneval", "mbpp")
@@ -20,6 +20,30 @@ _ALLOW_CODE = "HF_ALLOW_CODE_EVAL"
 def harness_available() -> bool:
     """Whether lm-eval is installed."""
     return importlib.util.find_spec("lm_eval") is not None
+
+
+def check_harness(tasks: Sequence[str]) -> None:
+    """Refuse what cannot be run, before a model is loaded for it.
+
+    Raises:
+        EvaluationError: lm-eval is not installed, or would run generated code and nobody has allowed that.
+    """
+    if not tasks:
+        raise EvaluationError("Name at least one lm-eval task, e.g. arc_easy.")
+    if not harness_available():
+        raise EvaluationError(
+            f"The tasks {', '.join(tasks)} need lm-eval: run pip install 'rco[eval]', or give JSONL files."
+        )
+    runs_code = _running_code(tasks)
+    if runs_code and os.environ.get(_ALLOW_CODE) != "1":
+        raise EvaluationError(
+            f"{', '.join(runs_code)} run programs that the model writes, on this machine. In a sandbox, allow it "
+            f"with {_ALLOW_CODE}=1; otherwise drop them from the tasks."
+        )
+
+
+def _running_code(tasks: Sequence[str]) -> list[str]:
+    return [task for task in tasks if task.startswith(_RUNS_CODE)]
 
 
 def run_harness(
@@ -46,19 +70,9 @@ def run_harness(
         ``<metric>_stderr`` where lm-eval gives one.
 
     Raises:
-        EvaluationError: lm-eval is not installed, a task is unknown to it, its data cannot be had, or it would run
-            generated code and nobody has allowed that.
+        EvaluationError: As :func:`check_harness`, or a task is unknown to lm-eval, or its data cannot be had.
     """
-    if not harness_available():
-        raise EvaluationError("lm-eval tasks need lm-eval: run pip install 'rco[eval]'.")
-    if not tasks:
-        raise EvaluationError("Name at least one lm-eval task, e.g. arc_easy.")
-    runs_code = [task for task in tasks if task.startswith(_RUNS_CODE)]
-    if runs_code and os.environ.get(_ALLOW_CODE) != "1":
-        raise EvaluationError(
-            f"{', '.join(runs_code)} run programs that the model writes, on this machine. In a sandbox, allow it "
-            f"with {_ALLOW_CODE}=1; otherwise drop them from the tasks."
-        )
+    check_harness(tasks)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
@@ -75,7 +89,7 @@ def run_harness(
             numpy_random_seed=seed,
             torch_random_seed=seed,
             fewshot_random_seed=seed,
-            confirm_run_unsafe_code=bool(runs_code),
+            confirm_run_unsafe_code=bool(_running_code(tasks)),
         )
     except (KeyError, ValueError, ConnectionError, OSError) as error:
         raise EvaluationError(

@@ -35,7 +35,7 @@ from rco.pipeline.compare_configs import CompareQuantizeConfig
 from rco.pipeline.compare_figures import draw_comparison
 from rco.pipeline.configs import QuantizeConfig
 from rco.pipeline.entrants import FIXED, Allowance, Entrant
-from rco.pipeline.evaluate import check_tasks, measure_tasks
+from rco.pipeline.evaluate import measure_tasks, read_tasks
 from rco.pipeline.judge import Judge
 from rco.pipeline.progress import Progress, Silent
 from rco.pipeline.quantize import plan_quantization
@@ -291,7 +291,7 @@ def compare_quantization(config: CompareQuantizeConfig, progress: Progress | Non
     """Run the jobs that the folder does not hold yet; write tables and plots."""
     progress = progress or Silent()
     jobs = list_jobs(config)
-    check_tasks(config.tasks, config.limit)
+    read_tasks(config.tasks, config.limit)  # refused now, not after the searches
     config = dataclasses.replace(
         config, out=config.folder(), store=config.store or config.folder() / "candidates"
     )

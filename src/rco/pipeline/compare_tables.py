@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rco.evaluation.statistics import recovery
 from rco.folders import write_json_atomic, write_text_atomic
 from rco.pipeline.evaluate import headline
 from rco.pipeline.progress import Progress
@@ -96,11 +97,12 @@ def _row(entries: Sequence[Mapping[str, Any]], full: Mapping[str, Any] | None) -
     for task, values in tasks.items():
         row[f"acc {task}"], row[f"acc {task} std"] = _spread([value for value in values if value is not None])
     known = (full or {}).get("tasks", {})
-    whole = [(row[f"acc {task}"], headline(known.get(task, {}))) for task in tasks]
-    if whole and all(reference for _, reference in whole):
-        row["recovery"] = statistics.fmean(
-            100.0 * accuracy / reference for accuracy, reference in whole if reference
-        )
+    share = recovery(
+        {task: {"acc": row[f"acc {task}"]} for task in tasks},
+        {task: {"acc": value} for task in tasks if (value := headline(known.get(task, {}))) is not None},
+    )["average"]
+    if share is not None:
+        row["recovery"] = share
     return row
 
 

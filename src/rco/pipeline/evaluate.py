@@ -7,21 +7,21 @@ from typing import Any
 
 from rco.data.calibration import CalibrationSet, build_calibration
 from rco.evaluation.divergence import measure_divergence
-from rco.evaluation.harness import harness_available, run_harness
+from rco.evaluation.harness import check_harness, run_harness
 from rco.evaluation.perplexity import measure_perplexity
 from rco.evaluation.size import checkpoint_size
 from rco.evaluation.states import ReferenceStates
-from rco.evaluation.statistics import EvaluationError
-from rco.evaluation.tasks import evaluate_task, load_task
+from rco.evaluation.statistics import EvaluationError, recovery
+from rco.evaluation.tasks import Task, evaluate_task, load_task
 from rco.models.loading import LoadedModel, load_model
 from rco.models.precision import computing_in, default_compute_dtype
 from rco.pipeline.configs import EvaluateConfig
 from rco.pipeline.progress import Progress, Silent
 
-__all__ = ["check_tasks", "checkpoint_of", "evaluate", "headline", "measure_tasks"]
+__all__ = ["HEADLINES", "checkpoint_of", "evaluate", "headline", "measure_tasks", "read_tasks"]
 
 # What a task is judged by, in the order of preference; the two spellings of pass@1 are HumanEval's and MBPP's.
-_HEADLINES = ("acc", "pass@1", "pass_at_1", "exact_match")
+HEADLINES = ("acc", "pass@1", "pass_at_1", "exact_match")
 
 
 def checkpoint_of(path: str) -> str:
@@ -35,10 +35,10 @@ def checkpoint_of(path: str) -> str:
 def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> list[dict[str, Any]]:
     """One row per model, the reference first."""
     progress = progress or Silent()
-    check_tasks(config.tasks, config.limit)
+    read_tasks(config.tasks, config.limit)
     names = [checkpoint_of(path) for path in config.paths]
-    if config.reference is not None and config.reference not in names:
-        names.insert(0, config.reference)
+    if config.reference is not None:
+        names = [config.reference, *(name for name in names if name != config.reference)]
     count = progress.stage("evaluation")
     data: CalibrationSet | None = None
     states: ReferenceStates | None = None
@@ -68,7 +68,11 @@ def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> list[d
                     row["kl"] = measure_divergence(loaded, states, data, batch_size=config.batch_size)
         rows.append(row)
         count(position + 1, len(names))
-    _add_recovery(rows)
+    if config.reference is not None:
+        for row in rows[1:]:
+            share = recovery(row.get("tasks", {}), rows[0].get("tasks", {}), HEADLINES)["average"]
+            if share is not None:
+                row["recovery"] = share
     return rows
 
 
@@ -85,50 +89,33 @@ def _row(name: str, loaded: LoadedModel, data: CalibrationSet, config: EvaluateC
     return row
 
 
-def check_tasks(listed: str | None, limit: int | None) -> None:
-    """Refuse tasks that cannot be read, before the work whose result they are to measure.
+def read_tasks(listed: str | None, limit: int | None) -> tuple[list[Task], list[str]]:
+    """The tasks of JSONL files, and the names that are for lm-eval; what cannot be run is refused here.
 
     Raises:
-        ValueError: A file is missing or malformed, or lm-eval is needed and not installed.
+        EvaluationError: A file cannot be read, two have one name, or lm-eval cannot run what it is asked for.
     """
-    files, named = _split_tasks(listed)
-    for file in files:
-        load_task(file, limit=limit)
-    if named and not harness_available():
-        raise EvaluationError(
-            f"The tasks {', '.join(named)} need lm-eval: run pip install 'rco[eval]', or give JSONL files."
-        )
-
-
-def _split_tasks(listed: str | None) -> tuple[list[str], list[str]]:
-    """JSONL files, and other names."""
     wanted = [part.strip() for part in (listed or "").split(",") if part.strip()]
-    files = [part for part in wanted if part.endswith(".jsonl")]
-    return files, [part for part in wanted if not part.endswith(".jsonl")]
+    read = [load_task(part, limit=limit) for part in wanted if part.endswith(".jsonl")]
+    named = [part for part in wanted if not part.endswith(".jsonl")]
+    names = [task.name for task in read]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise EvaluationError(f"Two files of tasks are called {twice[0]}: rename one of them.")
+    if named:
+        check_harness(named)
+    return read, named
 
 
 def measure_tasks(loaded: LoadedModel, listed: str | None, limit: int | None, seed: int) -> dict[str, Any]:
     """Results by task: JSONL files are read here, other names go to lm-eval."""
-    files, named = _split_tasks(listed)
-    tasks = {Path(file).stem: evaluate_task(loaded, load_task(file, limit=limit)) for file in files}
+    read, named = read_tasks(listed, limit)
+    tasks = {task.name: evaluate_task(loaded, task) for task in read}
     if named:
         tasks.update(run_harness(loaded, named, limit=limit, seed=seed))
     return tasks
 
 
-def _add_recovery(rows: list[dict[str, Any]]) -> None:
-    """Accuracy, or the like, in per cent of the first model's, averaged over tasks."""
-    full = {task: headline(measured) for task, measured in rows[0].get("tasks", {}).items()}
-    for row in rows[1:]:
-        shares = [
-            100.0 * value / whole
-            for task, measured in row.get("tasks", {}).items()
-            if (whole := full.get(task)) and (value := headline(measured)) is not None
-        ]
-        if shares:
-            row["recovery"] = sum(shares) / len(shares)
-
-
 def headline(measured: dict[str, Any]) -> float | None:
     """The one number of a task: accuracy, or the share of programs that work; None if it has neither."""
-    return next((float(measured[name]) for name in _HEADLINES if name in measured), None)
+    return next((float(measured[name]) for name in HEADLINES if name in measured), None)
