@@ -114,7 +114,7 @@ def _quality(axes: Axes, rows: Sequence[Mapping[str, Any]], style: Mapping[str, 
             capsize=2,
             **look,
         )
-    axes.set_yscale("log")
+    _logarithmic(axes)
     axes.set_xlabel("average width (bits)")
     axes.set_ylabel("KL to the full model (nats per token)")
     axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -127,7 +127,8 @@ def _any_time(axes: Axes, entries: Sequence[Mapping[str, Any]], style: Mapping[s
             if entry["label"] == method and "curve" in entry:
                 axes.plot(*zip(*entry["curve"], strict=True), **look)
     axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.xaxis.set_minor_formatter("")
+    _logarithmic(axes)
     axes.set_xlabel("tokens (a backward counts as two)")
     axes.set_ylabel("KL to the full model")
     _plain(axes)
@@ -148,6 +149,14 @@ def _recovery(axes: Axes, rows: Sequence[Mapping[str, Any]], tasks: bool) -> Non
     )
     axes.tick_params(labelsize=8)
     _plain(axes)
+
+
+def _logarithmic(axes: Axes) -> None:
+    """A logarithmic axis of KL with numbers as the tables have them, whole powers or not."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}" if high < 20 * low else "")
 
 
 def _plain(axes: Axes) -> None:
