@@ -50,10 +50,14 @@ def comparison():
     ]
     for method in methods:
         found = [rows.get((method, budget)) for budget in budgets]
-        cells = [f"{row['kl']:.4f} ± {row['kl_std']:.4f}" if row else "" for row in found]
+        cells = [mean_and_spread(row) if row else "" for row in found]
         most = max(row["tokens"] for row in found if row)
         lines.append(f"| {method} | {' | '.join(cells)} | {most:,.0f} |")
     return [*lines, "", *against_the_starts(rows, budgets), ""]
+
+
+def mean_and_spread(row):
+    return f"{row['kl']:.4f} ± {row['kl_std']:.4f}" if row["seeds"] > 1 else f"{row['kl']:.4f}"
 
 
 def allowance(data):

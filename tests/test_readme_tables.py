@@ -68,8 +68,8 @@ def test_methods_are_rows_best_first_and_budgets_are_columns(tables, comparison,
     assert cells(text, "| method |") == [
         ["rco", "0.2400 ± 0.0141", "0.1500 ± 0.0141", "3,000"],
         ["fisher", "0.2600 ± 0.0141", "0.1600 ± 0.0000", "6,000"],
-        ["uniform-fill", "0.4000 ± 0.0000", "0.3000 ± 0.0000", "12,000"],
-        ["late", "0.1000 ± 0.0000", "", "4,000"],
+        ["uniform-fill", "0.4000", "0.3000", "12,000"],
+        ["late", "0.1000", "", "4,000"],
     ]
     assert "the proxy knapsack (`fisher`): -7.7 % at 2.25, -6.2 % at 2.5" in text
     assert "fisher-pooled" not in text  # it was not measured

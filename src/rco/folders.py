@@ -89,12 +89,13 @@ def make_folder(folder: Path) -> Path:
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path, *, shared: bool = False) -> Iterator[Path]:
     """A temporary name beside ``path`` to write to; it takes the final name only once it is complete.
 
-    The temporary name is fixed, so that what a killed process leaves behind is overwritten, not piled up.
+    The temporary name is fixed, so that what a killed process leaves behind is overwritten, not piled up. Where
+    several processes may write the same content at the same time (``shared``), each has a name of its own.
     """
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = path.with_name(f".{path.name}.{f'{os.getpid()}.' if shared else ''}partial")
     try:
         yield temporary
         with open(temporary, "rb+") as file:
@@ -120,13 +121,17 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def write_tensors_atomic(
-    path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, Any],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    shared: bool = False,
 ) -> None:
-    """Write a safetensors file, whole or not at all."""
+    """Write a safetensors file, whole or not at all; ``shared`` as for :func:`atomic_path`."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    with atomic_path(path) as temporary:
+    with atomic_path(path, shared=shared) as temporary:
         try:
             save_file(dict(tensors), temporary, metadata=dict(metadata) if metadata else None)
         except SafetensorError as error:

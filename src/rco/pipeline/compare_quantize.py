@@ -254,7 +254,8 @@ class QuantizeContest:
             began = time.perf_counter()
             found = fisher_differences(self.backend, self.data.search.select(slice(0, most)), seed=seed)
             seconds = time.perf_counter() - began
-            write_tensors_atomic(path, {"differences": found}, {"seconds": str(seconds)})
+            # Workers that need them at the same moment measure the same.
+            write_tensors_atomic(path, {"differences": found}, {"seconds": str(seconds)}, shared=True)
         with safe_open(path, "pt") as file:
             differences = file.get_tensor("differences")
             seconds = float(file.metadata()["seconds"])
