@@ -61,6 +61,23 @@ def test_all_default_methods_at_equal_tokens_in_one_table(run, tmp_path, random_
     assert {path.rsplit("/", 1)[-1] for path in outcome["plots"]} == {"tokens.svg", "recovery.svg"}
 
 
+def test_experts_have_sensitivities_of_their_layers_and_pay_for_them(run, tmp_path, random_moe, texts):
+    out = tmp_path / "compared"
+    arguments = ["compare", "quantize", random_moe, "--bits=2.5", "--data", texts, "--out", out, *SMALL]
+    arguments += ["--lock=attention=16", "--count=experts", "--per-projection", "--methods=rco,mxmoe"]
+    code, _, told = run(*arguments, "--seeds=1", "--no-curves", f"--allowance=tokens={LENGTH * 300}")
+    assert code == 0, told
+    entries = {entry["label"]: entry for entry in entries_of(out)}
+    assert entries["mxmoe"]["settings"]["sensitivities"] == "layer_errors"
+    # Two sequences, forwarded once by the full model and once at each of the four widths, and the choice.
+    assert entries["mxmoe"]["forward_tokens"] >= LENGTH * 2 * (1 + 4)
+    assert entries["mxmoe"]["backward_tokens"] == 0
+    assert all(entry["within_budget"] and entry["tokens"] <= LENGTH * 300 for entry in entries.values())
+    assert {path.name for path in (out / "sensitivities").iterdir()} == {
+        "0-2.safetensors", "layers-2-all.safetensors", "layers-2-experts.safetensors",
+    }  # fmt: skip
+
+
 def test_more_budgets_and_seeds_are_added_in_parallel_processes(run, tmp_path, random_llama, texts):
     out = tmp_path / "compared"
     base = ["compare", "quantize", random_llama, "--data", texts, "--out", out, *SMALL]

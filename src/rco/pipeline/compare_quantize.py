@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from rco.backends.sensitivity import (
 from rco.core.problem import AllocationProblem
 from rco.core.result import SearchResult, StepRecord
 from rco.core.search import MOST_CANDIDATES
-from rco.folders import write_tensors_atomic
+from rco.folders import make_folder, write_tensors_atomic
 from rco.pipeline.common import build_data, open_run, slug
 from rco.pipeline.compare import Comparison, parse_methods, run_comparison, seeds_of
 from rco.pipeline.compare_configs import CompareQuantizeConfig
@@ -50,6 +51,7 @@ __all__ = [
 
 # Most of an allowance that goes into the gradients behind the prior.
 _PRIOR_SHARE = 0.25
+_CURVE_SHARES = (1 / 16, 1 / 4)  # of the allowance, after which the present best is judged; and at the end
 _SWEEP_SHARE = 0.25  # of the allowance, for each budget of a sweep
 # IMPQ's two widths, as in its paper, where the budget lies between them.
 _IMPQ_WIDTHS = (2, 4)
@@ -151,9 +153,9 @@ class QuantizeContest:
             "seed": job.seed,
             **{key: row[key] for key in keys},
             "bits_exact": str(self.backend.average_width(result.allocation)),
-            "forward_tokens": (result.forwards + prepared.batches) * self.tokens_per_batch,
-            "backward_tokens": (result.backwards + prepared.batches) * self.tokens_per_batch,
-            "tokens": (spent + 3 * prepared.batches) * self.tokens_per_batch,
+            "forward_tokens": (result.forwards + prepared.forwards) * self.tokens_per_batch,
+            "backward_tokens": (result.backwards + prepared.backwards) * self.tokens_per_batch,
+            "tokens": (spent + prepared.evaluations) * self.tokens_per_batch,
             "seconds": result.seconds + prepared.seconds,
             "selection_loss": result.loss,
             "chosen_from": result.chosen_from,
@@ -164,7 +166,7 @@ class QuantizeContest:
         if curve:
             entry["curve"] = [
                 [
-                    (evaluations + 3 * prepared.batches) * self.tokens_per_batch,
+                    (evaluations + prepared.evaluations) * self.tokens_per_batch,
                     self.judge.row(job.label, problem.allocation(choices), problem)["kl"],
                 ]
                 for evaluations, choices in sorted(curve.items())
@@ -186,10 +188,8 @@ class QuantizeContest:
         entrant = Entrant.parse(job.label)
         tokens, seconds = self.allowance.tokens, self.allowance.seconds
         evaluations = None if tokens is None else int(job.share * tokens) // self.tokens_per_batch
-        prepared = _Prepared(None, 0, 0.0)
-        if entrant.prior or entrant.measures_fisher:
-            prepared = self._prepare_prior(job.seed, evaluations, all_data=entrant.measures_fisher)
-        left = None if evaluations is None else evaluations - 3 * prepared.batches
+        prepared = self._prepare_search(entrant, job.seed, evaluations)
+        left = None if evaluations is None else evaluations - prepared.evaluations
         config = self.config
         searcher = entrant.make(
             left,
@@ -207,7 +207,7 @@ class QuantizeContest:
         self.backend.curvature = None
         if entrant.prior:
             assert prepared.differences is not None
-            found = second_order(self.backend, prepared.differences)
+            found = second_order(self.backend, prepared.differences, prepared.layer_errors)
             prior = logits_from_losses(found.losses, problem, config.prior_strength)
             if before is not None:
                 prior[torch.arange(len(before)), torch.from_numpy(before)] += config.prior_strength
@@ -216,9 +216,9 @@ class QuantizeContest:
         def on_incumbent(record: StepRecord, choices: np.ndarray) -> None:
             if curve is None or left is None:
                 return
-            # The first incumbent after each of a few shares of the allowance, spaced by factors of two.
+            # The first incumbent after each of a few shares of the allowance.
             spent = record.forwards + 2 * record.backwards
-            passed = [2.0**-k for k in range(1, 6) if spent >= left * 2.0**-k]
+            passed = [share for share in _CURVE_SHARES if spent >= left * share]
             if len(curve) < len(passed):
                 curve[spent] = choices.copy()
 
@@ -226,6 +226,8 @@ class QuantizeContest:
             if entrant.measures_fisher and prepared.differences is not None:
                 known = self.backend.relative_errors() if entrant.pooled else None
                 objective.fisher_losses = predicted_losses(prepared.differences, known)
+            if entrant.method == "mxmoe" and prepared.layer_errors is not None:
+                objective.layer_errors = prepared.layer_errors
             result: SearchResult = searcher.search(
                 problem, objective, prior=prior, on_incumbent=on_incumbent if curve is not None else None
             )
@@ -240,35 +242,65 @@ class QuantizeContest:
         between = costs[:, low].sum() <= problem.unit_budgets[0] < costs[:, high].sum()
         return (low, high) if between and problem.allowed[:, [low, high]].all() else None
 
-    def _prepare_prior(self, seed: int, evaluations: int | None, all_data: bool) -> _Prepared:
-        """Fisher differences on as many sequences as the allowance should give to them; measured once."""
-        most = len(self.data.search) if all_data else self.config.sensitivity
+    def _prepare_search(self, entrant: Entrant, seed: int, evaluations: int | None) -> _Prepared:
+        """Sensitivities on as many sequences as the allowance should give to them."""
+        fisher = entrant.prior or entrant.measures_fisher
+        mxmoe = entrant.method == "mxmoe"
+        layers = bool(self.backend.plan.experts) and (entrant.prior or mxmoe)
+        # A forward and a backward; the full model once, and its experts at every width.
+        backwards = 1 if fisher else 0
+        forwards = backwards + (1 + len(self.backend.plan.widths) if layers else 0)
+        if not forwards:
+            return _Prepared()
+        most = len(self.data.search) if entrant.measures_fisher else self.config.sensitivity
         if evaluations is not None:
-            size = 3 * max(self.config.batch_size, 1)
-            share = 0.9 if all_data else _PRIOR_SHARE
-            most = max(1, min(most, int(share * evaluations * self.config.batch_size) // size))
-        folder = self.config.folder() / "sensitivities"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{seed}-{most}.safetensors"
+            share = _PRIOR_SHARE if entrant.prior else 0.9
+            fits = int(share * evaluations) // (forwards + 2 * backwards) * self.config.batch_size
+            most = max(1, min(most, fits))
+        part, batches = self.data.search.select(slice(0, most)), -(-most // self.config.batch_size)
+        differences = layer_errors = None
+        seconds = layer_seconds = 0.0
+        if fisher:
+            differences, seconds = self._measured_once(
+                f"{seed}-{most}", lambda: fisher_differences(self.backend, part, seed=seed)
+            )
+        if layers:
+            layer_errors, layer_seconds = self._measured_once(
+                f"layers-{most}-{'experts' if mxmoe else 'all'}",
+                lambda: self.backend.layer_errors(part, experts_only=mxmoe),
+            )
+        return _Prepared(
+            differences, layer_errors, forwards * batches, backwards * batches, seconds + layer_seconds
+        )
+
+    def _measured_once(self, name: str, measure: Callable[[], Tensor]) -> tuple[Tensor, float]:
+        """A table that searches share, and the seconds that it took."""
+        folder = make_folder(self.config.folder() / "sensitivities")
+        path = folder / f"{name}.safetensors"
         if not path.exists():
             began = time.perf_counter()
-            found = fisher_differences(self.backend, self.data.search.select(slice(0, most)), seed=seed)
+            found = measure()
             seconds = time.perf_counter() - began
-            # Workers that need them at the same moment measure the same.
-            write_tensors_atomic(path, {"differences": found}, {"seconds": str(seconds)}, shared=True)
+            # Workers that need it at the same moment measure the same.
+            write_tensors_atomic(path, {"table": found}, {"seconds": str(seconds)}, shared=True)
         with safe_open(path, "pt") as file:
-            differences = file.get_tensor("differences")
-            seconds = float(file.metadata()["seconds"])
-        return _Prepared(differences, -(-most // self.config.batch_size), seconds)
+            return file.get_tensor("table"), float(file.metadata()["seconds"])
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What was measured before the search: differences, batches forwarded and backwarded, seconds."""
+    """What was measured before a search, and the batches and seconds that it took."""
 
-    differences: Tensor | None
-    batches: int
-    seconds: float
+    differences: Tensor | None = None
+    layer_errors: Tensor | None = None
+    forwards: int = 0
+    backwards: int = 0
+    seconds: float = 0.0
+
+    @property
+    def evaluations(self) -> int:
+        """Batches forwarded, a backward counted as two more."""
+        return self.forwards + 2 * self.backwards
 
 
 def list_jobs(config: CompareQuantizeConfig) -> list[QuantizeJob | SweepJob]:
