@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from rco.compressors import switchable
-from rco.compressors.packing import PackedWeight, pack
+from rco.compressors.packing import OptionProducts, PackedWeight, pack
 from rco.compressors.switchable import Selection, SwitchableLinear, WeightBuffer, switchable_linear
 
 
@@ -268,14 +267,14 @@ def test_no_dense_copy_per_option_or_per_layer(count, monkeypatch):
     size, depth = 64, 6
     options = [packed_weight(size, size, bits, dtype=torch.float32) for bits in range(2, 9)][:count]
     gradients = []
-    original = switchable.inner_products
+    original = OptionProducts.__call__
 
-    def watched(gradient, options):
+    def watched(self, gradient):
         assert all(earlier() is None for earlier in gradients)  # none outlives its layer
         gradients.append(weakref.ref(gradient))
-        return original(gradient, options)
+        return original(self, gradient)
 
-    monkeypatch.setattr(switchable, "inner_products", watched)
+    monkeypatch.setattr(OptionProducts, "__call__", watched)
     buffer = WeightBuffer()
     layers = [SwitchableLinear(options, torch.zeros(size, size), buffer=buffer) for _ in range(depth)]
     gates = torch.nn.functional.one_hot(torch.ones(depth, dtype=torch.int64), count).float()
@@ -298,12 +297,14 @@ def test_no_dense_copy_per_option_or_per_layer(count, monkeypatch):
 
 def test_the_weight_gradient_is_formed_once(monkeypatch):
     calls = []
-    original = switchable.inner_products
-    monkeypatch.setattr(switchable, "inner_products", lambda g, o: calls.append(len(o)) or original(g, o))
+    original = OptionProducts.__call__
+    monkeypatch.setattr(
+        OptionProducts, "__call__", lambda self, g: calls.append(g.shape) or original(self, g)
+    )
     layer = make_layer(13, 6)
     layer.select(0, one_hot(0, 5))
     layer(torch.randn(4, 13, dtype=torch.float64)).sum().backward()
-    assert calls == [5]
+    assert calls == [(6, 13)]
 
 
 def test_the_module_registers_nothing():

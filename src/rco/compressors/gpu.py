@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,17 +10,18 @@ from torch import Tensor
 from rco.compressors import triton_bfloat16, triton_kernels
 from rco.compressors.packing import PackedWeight
 from rco.compressors.triton_kernels import DENSE, Operand
+from rco.core.transfer import send
 
-__all__ = ["decode", "inner_products", "serves"]
+__all__ = ["decoder", "multiplier"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 Option = PackedWeight | Tensor | None
 
 
-def serves(tensor: Tensor, options: Sequence[Option]) -> bool:
-    """Whether the kernels take this gradient (or decoded matrix) and these options."""
-    if tensor.dtype not in _DTYPES or not tensor.numel():
+def _takes(dtype: torch.dtype, options: Sequence[Option], shape: tuple[int, int]) -> bool:
+    """Whether the kernels take gradients (or decoded matrices) of this type and shape and these options."""
+    if dtype not in _DTYPES or not shape[0] * shape[1]:
         return False
     for option in options:
         if isinstance(option, PackedWeight):
@@ -32,15 +33,35 @@ def serves(tensor: Tensor, options: Sequence[Option]) -> bool:
     return True
 
 
-def decode(weight: PackedWeight, out: Tensor) -> None:
-    """Write the decoded matrix to ``out``."""
-    operand = _operand(weight)
-    regular = triton_bfloat16.decodes(out, operand, weight.group_size)
-    (triton_bfloat16 if regular else triton_kernels).decode(operand, weight.group_size, out)
+def decoder(weight: PackedWeight, dtype: torch.dtype) -> Callable[[Tensor], None] | None:
+    """What decodes a weight to contiguous matrices of a type; None if no kernel serves it.
+
+    Everything that is known beforehand is worked out here: most launches take the GPU less time than it takes the
+    host to look at a weight.
+    """
+    if not _takes(dtype, [weight], weight.shape):
+        return None
+    operand, group, shape = _operand(weight), weight.group_size, weight.shape
+    general = triton_kernels.decoder(operand, group, shape)
+    if not triton_bfloat16.decodes(dtype, [operand], group, shape):
+        return general
+    regular = triton_bfloat16.decoder(operand, group, shape)
+
+    def decode(out: Tensor) -> None:
+        (general if out.data_ptr() % 16 else regular)(out)
+
+    return decode
 
 
-def inner_products(gradient: Tensor, options: Sequence[Option], parts: int) -> Tensor:
-    """(K, parts) products of each part of the rows with every option, float64; zero for an option that is None."""
+def multiplier(
+    options: Sequence[Option], parts: int, dtype: torch.dtype, shape: tuple[int, int], device: torch.device
+) -> Callable[[Tensor], Tensor] | None:
+    """What meets all options with contiguous gradients of a type and a shape; None if no kernel serves them.
+
+    It gives products in float64: (K,), or (K, parts) with one per part of the rows; zero for options that are None.
+    """
+    if not _takes(dtype, options, shape):
+        return None
     groups = [option.group_size for option in options if isinstance(option, PackedWeight)]
     by_group: dict[int, list[tuple[int, Operand]]] = {}
     for index, option in enumerate(options):
@@ -48,24 +69,35 @@ def inner_products(gradient: Tensor, options: Sequence[Option], parts: int) -> T
             by_group.setdefault(option.group_size, []).append((index, _operand(option)))
         elif option is not None:
             # A dense option has no groups: it goes along with the first packed one.
-            group = groups[0] if groups else gradient.shape[1]
+            group = groups[0] if groups else shape[1]
             dense = option.detach()
             by_group.setdefault(group, []).append((index, Operand(dense, dense, None, DENSE)))
-    total: Tensor | None = None
+    launches, places = [], []
     for group, members in by_group.items():
         operands = [operand for _, operand in members]
-        regular = triton_bfloat16.multiplies(gradient, operands, group)
-        kernels = triton_bfloat16 if regular else triton_kernels
-        found: Tensor = kernels.inner_products(gradient, operands, group, parts)
-        if len(members) == len(options):
-            return found
-        if total is None:
-            total = found.new_zeros(len(options), parts)
-        for row, (index, _) in enumerate(members):
-            total[index] = found[row]
-    if total is None:
-        return torch.zeros(len(options), parts, dtype=torch.float64, device=gradient.device)
-    return total
+        launch = triton_kernels.multiplier(operands, group, shape, parts, device)
+        if triton_bfloat16.multiplies(dtype, operands, group, shape):
+            launch = _aligned(triton_bfloat16.multiplier(operands, group, shape, parts, device), launch)
+        launches.append(launch)
+        places += [index for index, _ in members]
+    if len(launches) == 1 and places == list(range(len(options))):
+        return launches[0]
+    where = send(torch.tensor(places, dtype=torch.int64), device)
+    size = (len(options),) if parts == 1 else (len(options), parts)
+
+    def multiply(gradient: Tensor) -> Tensor:
+        total = torch.zeros(size, dtype=torch.float64, device=device)
+        if launches:
+            total.index_copy_(0, where, torch.cat([launch(gradient) for launch in launches]))
+        return total
+
+    return multiply
+
+
+def _aligned(
+    regular: Callable[[Tensor], Tensor], general: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    return lambda gradient: (general if gradient.data_ptr() % 16 else regular)(gradient)
 
 
 def _operand(weight: PackedWeight) -> Operand:

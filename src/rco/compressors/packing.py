@@ -9,9 +9,9 @@ type that the scales are stored in.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,6 +24,7 @@ from rco.compressors import cpu_kernels
 
 __all__ = [
     "ROUNDING",
+    "OptionProducts",
     "PackedWeight",
     "compiled_operands",
     "inner_products",
@@ -202,27 +203,35 @@ class PackedWeight:
                 f"out must be {self.shape} on {self.device}" + (f" of {dtype}" if dtype else "")
                 + f", got {tuple(out.shape)} on {out.device} of {out.dtype}."
             )  # fmt: skip
+        self.decode(out)
+        return out
+
+    @cached_property
+    def _decoders(self) -> dict[torch.dtype, Callable[[Tensor], None] | None]:
+        """How a GPU decodes it, by the type of the result; None where no kernel does."""
+        return {}
+
+    def decode(self, out: Tensor) -> None:
+        """Write the decoded matrix to ``out``, which is known to be of its shape and where it is."""
+        if out.is_contiguous() and on_triton_path(out):
+            if out.dtype not in self._decoders:
+                from rco.compressors import gpu
+
+                self._decoders[out.dtype] = gpu.decoder(self, out.dtype)
+            decoder = self._decoders[out.dtype]
+            if decoder is not None:
+                decoder(out)
+                return
         # Through float32 to bfloat16, a float64 product would be rounded twice.
         direct = (torch.float32, torch.float64) + (
             () if self.scales.dtype == torch.float64 else (torch.bfloat16,)
         )
         if on_compiled_path(out) and out.dtype in direct and out.is_contiguous():
             _decode_compiled(self, out)
-        elif not self._decode_by_kernel(out):
-            step = max(1, _CHUNK_ELEMENTS // max(1, self.shape[1]))
-            for start in range(0, self.shape[0], step):
-                out[start : start + step] = _decode_rows(self, start, start + step)
-        return out
-
-    def _decode_by_kernel(self, out: Tensor) -> bool:
-        if not on_triton_path(out) or not out.is_contiguous():
-            return False
-        from rco.compressors import gpu
-
-        if not gpu.serves(out, [self]):
-            return False
-        gpu.decode(self, out)
-        return True
+            return
+        step = max(1, _CHUNK_ELEMENTS // max(1, self.shape[1]))
+        for start in range(0, self.shape[0], step):
+            out[start : start + step] = _decode_rows(self, start, start + step)
 
     def inner_product(self, gradient: Tensor) -> Tensor:
         """``<gradient, W>`` with this decoded matrix W, which is never whole in memory."""
@@ -252,32 +261,59 @@ def inner_products(
         (K,) one number per option on the gradient's device, in float64 (float32 where the device has no float64);
         (K, segments) if there are several segments.
     """
-    if gradient.shape[0] % segments:
-        raise ValueError(f"{gradient.shape[0]} rows cannot be cut into {segments} segments of equal height.")
-    for index, option in enumerate(options):
-        if option is not None and (
-            tuple(option.shape) != tuple(gradient.shape) or option.device != gradient.device
-        ):
-            raise ValueError(
-                f"Option {index} is {tuple(option.shape)} on {option.device}, "
-                f"the gradient {tuple(gradient.shape)} on {gradient.device}; they must agree."
-            )
-    gradient = gradient.detach().contiguous()
-    found = _inner_products_by_kernel(gradient, options, segments)
-    if found is None:
+    return OptionProducts(options, segments)(gradient)
+
+
+class OptionProducts:
+    """The products of :func:`inner_products` for the same options and one gradient after the other.
+
+    What the options alone decide is worked out once: on a GPU most layers' products take less time than looking at
+    their options does.
+
+    Args:
+        options: As for :func:`inner_products`.
+        segments: Likewise.
+    """
+
+    def __init__(self, options: Sequence[PackedWeight | Tensor | None], segments: int = 1) -> None:
+        self._options, self._segments = list(options), segments
+        self._kernels: dict[Any, Callable[[Tensor], Tensor] | None] = {}  # by the kind of gradient
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """(K,) or (K, segments), see :func:`inner_products`."""
+        kind = (gradient.shape, gradient.device, gradient.dtype)
+        if kind not in self._kernels:
+            self._check(gradient)
+            self._kernels[kind] = self._kernel(gradient)
+        kernel = self._kernels[kind]
+        gradient = (gradient.detach() if gradient.requires_grad else gradient).contiguous()
+        if kernel is not None:
+            return kernel(gradient)
         products = _inner_products_compiled if on_compiled_path(gradient) else _inner_products_torch
-        found = products(gradient, options, segments)
-    return found[:, 0] if segments == 1 else found
+        found = products(gradient, self._options, self._segments)
+        return found[:, 0] if self._segments == 1 else found
 
+    def _check(self, gradient: Tensor) -> None:
+        if gradient.shape[0] % self._segments:
+            raise ValueError(
+                f"{gradient.shape[0]} rows cannot be cut into {self._segments} segments of equal height."
+            )
+        for index, option in enumerate(self._options):
+            if option is not None and (
+                tuple(option.shape) != tuple(gradient.shape) or option.device != gradient.device
+            ):
+                raise ValueError(
+                    f"Option {index} is {tuple(option.shape)} on {option.device}, "
+                    f"the gradient {tuple(gradient.shape)} on {gradient.device}; they must agree."
+                )
 
-def _inner_products_by_kernel(
-    gradient: Tensor, options: Sequence[PackedWeight | Tensor | None], segments: int
-) -> Tensor | None:
-    if not on_triton_path(gradient):
-        return None
-    from rco.compressors import gpu
+    def _kernel(self, gradient: Tensor) -> Callable[[Tensor], Tensor] | None:
+        if not on_triton_path(gradient):
+            return None
+        from rco.compressors import gpu
 
-    return gpu.inner_products(gradient, options, segments) if gpu.serves(gradient, options) else None
+        rows, cols = gradient.shape
+        return gpu.multiplier(self._options, self._segments, gradient.dtype, (rows, cols), gradient.device)
 
 
 def _decode_rows(weight: PackedWeight, start: int, stop: int) -> Tensor:

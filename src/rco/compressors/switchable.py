@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rco.compressors.packing import PackedWeight, inner_products
+from rco.compressors.packing import OptionProducts, PackedWeight
 from rco.compressors.streaming import OptionStream, StreamedOptions
 
 __all__ = ["Selection", "SwitchableLinear", "WeightBuffer", "switchable_linear", "switchable_weight"]
@@ -34,17 +34,23 @@ class WeightBuffer:
 
     def __init__(self) -> None:
         self._flat: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
+        self._views: dict[tuple[tuple[int, int], torch.dtype, torch.device, int], Tensor] = {}
 
     def take(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, slot: int = 0) -> Tensor:
         """An uninitialised (out, in) matrix; different slots are different memory."""
+        view = self._views.get((shape, dtype, device, slot))
+        if view is not None:
+            return view
         elements, key = shape[0] * shape[1], (device, dtype, slot)
         flat = self._flat.get(key)
         if flat is None or flat.numel() < elements:
             # Freed before the larger one is made, so that the two never coexist.
+            self._views.clear()
             self._flat.pop(key, None)
             del flat
             flat = self._flat[key] = torch.empty(elements, dtype=dtype, device=device)
-        return flat[:elements].view(shape)
+        view = self._views[shape, dtype, device, slot] = flat[:elements].view(shape)
+        return view
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +59,35 @@ class WeightBuffer:
 
     def clear(self) -> None:
         """Give the memory back."""
+        self._views.clear()
         self._flat.clear()
+
+
+class _Options:
+    """A layer's options, and what is worked out about them once."""
+
+    def __init__(self, options: Sequence[Option]) -> None:
+        self.listed = options
+        self.streamed = options if isinstance(options, StreamedOptions) else None
+        first = options[0] if self.streamed is None else self.streamed
+        rows, columns = first.shape
+        self.shape, self.device = (rows, columns), first.device
+        self._products: dict[tuple[bool, ...] | None, OptionProducts] = {}
+
+    def products(self, active: tuple[bool, ...] | None) -> OptionProducts:
+        """Inner products with the active options."""
+        if self.streamed is not None:  # elsewhere every time
+            return OptionProducts(_only(self.streamed.all(), active))
+        found = self._products.get(active)
+        if found is None:
+            found = self._products[active] = OptionProducts(_only(self.listed, active))
+        return found
+
+
+def _only(options: Sequence[Option], active: tuple[bool, ...] | None) -> Sequence[Option | None]:
+    if active is None:
+        return options
+    return [option if wanted else None for option, wanted in zip(options, active, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -88,11 +122,19 @@ def switchable_linear(
         buffer: Memory for the dense weight; None allocates it for this call.
     """
     _check(options, selection)
-    buffer = buffer if buffer is not None else WeightBuffer()
-    if torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (x, selection.gate, bias)
+    return _linear(x, _Options(options), selection, bias, buffer if buffer is not None else WeightBuffer())
+
+
+def _linear(
+    x: Tensor, options: _Options, selection: Selection, bias: Tensor | None, buffer: WeightBuffer
+) -> Tensor:
+    gate = selection.gate
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or (gate is not None and gate.requires_grad)
+        or (bias is not None and bias.requires_grad)
     ):
-        y: Tensor = _SwitchableLinear.apply(x, selection.gate, bias, options, selection, buffer)  # type: ignore[no-untyped-call]
+        y: Tensor = _SwitchableLinear.apply(x, gate, bias, options, selection, buffer)  # type: ignore[no-untyped-call]
         return y
     with torch.no_grad():
         return F.linear(x, _dense(options, selection, x.dtype, x.device, buffer), bias)
@@ -105,9 +147,9 @@ def switchable_weight(options: Sequence[Option], selection: Selection, dtype: to
     """
     _check(options, selection)
     if selection.gate is not None and selection.gate.requires_grad and torch.is_grad_enabled():
-        weight: Tensor = _SwitchableWeight.apply(selection.gate, options, selection, dtype)  # type: ignore[no-untyped-call]
+        weight: Tensor = _SwitchableWeight.apply(selection.gate, _Options(options), selection, dtype)  # type: ignore[no-untyped-call]
         return weight
-    return _fresh(options, selection, dtype)
+    return _fresh(_Options(options), selection, dtype)
 
 
 class SwitchableLinear(nn.Module):
@@ -149,6 +191,7 @@ class SwitchableLinear(nn.Module):
         self.out_features, self.in_features = dense.shape
         listed = [dense if option is None else option for option in options]
         self.options: Sequence[Option] = listed if stream is None else stream.add(listed)
+        self._known = _Options(self.options)
         self.transposed = transposed
         self.buffer = buffer if buffer is not None else WeightBuffer()
         self.selection = Selection(0)
@@ -169,7 +212,7 @@ class SwitchableLinear(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the options are used."""
-        return _device(self.options)
+        return self._known.device
 
     @property
     def packed_bytes(self) -> int:
@@ -194,7 +237,7 @@ class SwitchableLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the selected option."""
-        return switchable_linear(x, self.options, self.selection, self.bias, self.buffer)
+        return _linear(x, self._known, self.selection, self._bias[0], self.buffer)
 
     def selected_weight(self, dtype: torch.dtype) -> Tensor:
         """The selected option as a dense (out, in) matrix of its own, differentiable in the gate."""
@@ -215,62 +258,58 @@ class _SwitchableLinear(torch.autograd.Function):
         x: Tensor,
         gate: Tensor | None,
         bias: Tensor | None,
-        options: Sequence[Option],
+        options: _Options,
         selection: Selection,
         buffer: WeightBuffer,
     ) -> Tensor:
-        ctx.options, ctx.buffer = options, buffer
-        ctx.choice, ctx.active = selection.choice, selection.active
-        # The input is needed for G alone; a layer whose gates want nothing keeps nothing.
+        ctx.options, ctx.selection, ctx.buffer = options, selection, buffer
+        # The input is needed for G alone, the gates' values for a mixture alone.
         ctx.save_for_backward(
-            x if ctx.needs_input_grad[1] else None, gate.detach() if gate is not None else None
+            x if ctx.needs_input_grad[1] else None, gate if selection.choice is None else None
         )
         return F.linear(x, _dense(options, selection, x.dtype, x.device, buffer), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate = ctx.saved_tensors
+        x, _ = ctx.saved_tensors  # also sees to it that the gates of a mixture are what they were
+        options, selection = ctx.options, ctx.selection
+        wants_x, wants_gate, wants_bias, *_ = ctx.needs_input_grad
         grad_x = grad_gate = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            selection = Selection(ctx.choice, gate)
-            weight = _dense(ctx.options, selection, grad_y.dtype, grad_y.device, ctx.buffer)
-            grad_x = grad_y @ weight
-        if ctx.needs_input_grad[1]:
-            if ctx.active is not None and not any(ctx.active):
-                grad_gate = torch.zeros_like(gate)
+        rows = grad_y.reshape(-1, grad_y.shape[-1])
+        if wants_x:
+            weight = _dense(options, selection, rows.dtype, rows.device, ctx.buffer)
+            grad_x = (rows @ weight).view(*grad_y.shape[:-1], options.shape[1])
+        if wants_gate:
+            if selection.active is not None and not any(selection.active):
+                grad_gate = torch.zeros_like(selection.gate)
             else:
-                weight_gradient = _outer(grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1]))
-                grad_gate = _gate_gradient(weight_gradient, ctx.options, ctx.active, gate)
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
+                grad_gate = _gate_gradient(_outer(rows, x.reshape(-1, x.shape[-1])), options, selection)
+        if wants_bias:
+            grad_bias = rows.sum(0)
         return grad_x, grad_gate, grad_bias, None, None, None
 
 
 class _SwitchableWeight(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, options: Sequence[Option], selection: Selection, dtype: torch.dtype
+        ctx: Any, gate: Tensor, options: _Options, selection: Selection, dtype: torch.dtype
     ) -> Tensor:
-        ctx.options, ctx.active = options, selection.active
-        ctx.save_for_backward(gate.detach())
+        ctx.options, ctx.selection = options, selection
         return _fresh(options, selection, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_weight: Tensor) -> tuple[Tensor | None, ...]:
-        (gate,) = ctx.saved_tensors
         if grad_weight.dtype in (torch.bfloat16, torch.float16):
             grad_weight = grad_weight.float()
-        return _gate_gradient(grad_weight, ctx.options, ctx.active, gate), None, None, None
+        return _gate_gradient(grad_weight, ctx.options, ctx.selection), None, None, None
 
 
-def _gate_gradient(
-    weight_gradient: Tensor, options: Sequence[Option], active: Sequence[bool] | None, gate: Tensor
-) -> Tensor:
-    here = options.all() if isinstance(options, StreamedOptions) else options
-    wanted = here if active is None else [o if on else None for o, on in zip(here, active, strict=True)]
-    return inner_products(weight_gradient, wanted).to(device=gate.device, dtype=gate.dtype)
+def _gate_gradient(weight_gradient: Tensor, options: _Options, selection: Selection) -> Tensor:
+    assert selection.gate is not None
+    products = options.products(selection.active)(weight_gradient)
+    return products.to(device=selection.gate.device, dtype=selection.gate.dtype)
 
 
 def _outer(grad_y: Tensor, x: Tensor) -> Tensor:
@@ -287,30 +326,28 @@ def _outer(grad_y: Tensor, x: Tensor) -> Tensor:
 
 
 def _dense(
-    options: Sequence[Option],
-    selection: Selection,
-    dtype: torch.dtype,
-    device: torch.device,
-    buffer: WeightBuffer,
+    options: _Options, selection: Selection, dtype: torch.dtype, device: torch.device, buffer: WeightBuffer
 ) -> Tensor:
     """The selected weight as a dense matrix; valid until the buffer is used again."""
     if selection.choice is not None:
-        option = options[selection.choice]
+        option = options.listed[selection.choice]
         if isinstance(option, Tensor) and option.dtype == dtype:
             return option
-        return _fill(option, buffer.take(_shape(options), dtype, device))
+        return _fill(option, buffer.take(options.shape, dtype, device))
     gate = selection.gate
     assert gate is not None
-    mixture = buffer.take(_shape(options), dtype, device).zero_()
-    term = buffer.take(_shape(options), dtype, device, slot=1)
-    for option, weight in zip(options, gate.detach().to(device=device, dtype=dtype).unbind(), strict=True):
+    mixture = buffer.take(options.shape, dtype, device).zero_()
+    term = buffer.take(options.shape, dtype, device, slot=1)
+    for option, weight in zip(
+        options.listed, gate.detach().to(device=device, dtype=dtype).unbind(), strict=True
+    ):
         mixture.add_(_fill(option, term).mul_(weight))
     return mixture
 
 
-def _fresh(options: Sequence[Option], selection: Selection, dtype: torch.dtype) -> Tensor:
+def _fresh(options: _Options, selection: Selection, dtype: torch.dtype) -> Tensor:
     with torch.no_grad():
-        weight = _dense(options, selection, dtype, _device(options), WeightBuffer())
+        weight = _dense(options, selection, dtype, options.device, WeightBuffer())
         # An alias: autograd must not mark the original weight as a result of its own.
         return weight.detach()
 
@@ -318,17 +355,8 @@ def _fresh(options: Sequence[Option], selection: Selection, dtype: torch.dtype) 
 def _fill(option: Option, out: Tensor) -> Tensor:
     if isinstance(option, Tensor):
         return out.copy_(option)
-    option.dequantize(out=out)
+    option.decode(out)
     return out
-
-
-def _shape(options: Sequence[Option]) -> tuple[int, int]:
-    rows, columns = options.shape if isinstance(options, StreamedOptions) else options[0].shape
-    return rows, columns
-
-
-def _device(options: Sequence[Option]) -> torch.device:
-    return options.device if isinstance(options, StreamedOptions) else options[0].device
 
 
 def _check(options: Sequence[Option], selection: Selection) -> None:

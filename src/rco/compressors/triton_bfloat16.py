@@ -12,16 +12,16 @@ their words: nothing is shifted by a variable amount, and a scale is fetched onc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rco.compressors.triton_kernels import DENSE, Operand, multiprocessors
+from rco.compressors.triton_kernels import DENSE, Operand, multiprocessors, over_programs, partial_sums
 
-__all__ = ["decode", "decodes", "inner_products", "multiplies"]
+__all__ = ["decoder", "decodes", "multiplier", "multiplies"]
 
 SEGMENT = 128
 _OCTETS = SEGMENT // 8
@@ -269,58 +269,79 @@ def _inner_products_kernel(
         tl.store(target + k, tl.sum(sums[k], axis=0))
 
 
-def decodes(out: Tensor, operand: Operand, group: int) -> bool:
-    """Whether :func:`decode` takes this matrix."""
-    return _regular(out, [operand], group, SEGMENT)
+def decodes(dtype: torch.dtype, operands: Sequence[Operand], group: int, shape: tuple[int, int]) -> bool:
+    """Whether :func:`decoder` takes this matrix and a result of this type."""
+    return _regular(dtype, operands, group, shape, SEGMENT)
 
 
-def multiplies(gradient: Tensor, operands: Sequence[Operand], group: int) -> bool:
-    """Whether :func:`inner_products` takes this gradient and its options."""
-    return _regular(gradient, operands, group, _UNIT)
+def multiplies(dtype: torch.dtype, operands: Sequence[Operand], group: int, shape: tuple[int, int]) -> bool:
+    """Whether :func:`multiplier` takes these options and a gradient of this type."""
+    return _regular(dtype, operands, group, shape, _UNIT)
 
 
-def _regular(tensor: Tensor, operands: Sequence[Operand], group: int, run: int) -> bool:
+def _regular(
+    dtype: torch.dtype, operands: Sequence[Operand], group: int, shape: tuple[int, int], run: int
+) -> bool:
     """Whether all is bfloat16, and rows and groups are whole runs of columns."""
-    rows, cols = tensor.shape
+    rows, cols = shape
     whole = cols % run == 0 and (group >= cols or (group % run == 0 and cols % group == 0))
     # Counts of runs are 32 bits wide.
     return (
         whole
         and rows * cols // 8 < 2**31
+        and dtype == torch.bfloat16
         and all(
             part.dtype == torch.bfloat16 and part.is_contiguous() and part.data_ptr() % 16 == 0
-            for part in (tensor, *(o.codes if o.bits == DENSE else o.scales for o in operands))
+            for part in (o.codes if o.bits == DENSE else o.scales for o in operands)
         )
     )
 
 
-def decode(operand: Operand, group: int, out: Tensor) -> None:
-    """Write the decoded matrix to ``out``."""
-    segments = out.numel() // SEGMENT
-    _decode_kernel[(triton.cdiv(segments, _DECODE_COUNT),)](
-        operand.codes, operand.scales, operand.scales if operand.zeros is None else operand.zeros,
-        out.view(torch.int64), segments,
-        BITS=operand.bits, SYMMETRIC=operand.zeros is None, RATIO=min(group, out.shape[1]) // SEGMENT,
-        COUNT=_DECODE_COUNT, OCTETS=_OCTETS, num_warps=_WARPS,
-    )  # fmt: skip
+def decoder(operand: Operand, group: int, shape: tuple[int, int]) -> Callable[[Tensor], None]:
+    """What writes the decoded matrix to a place that starts at a multiple of 16 bytes."""
+    segments = shape[0] * shape[1] // SEGMENT
+    launch = _decode_kernel[(triton.cdiv(segments, _DECODE_COUNT),)]
+    codes, scales = operand.codes, operand.scales
+    zeros = scales if operand.zeros is None else operand.zeros
+    settings = {
+        "BITS": operand.bits, "SYMMETRIC": operand.zeros is None, "RATIO": min(group, shape[1]) // SEGMENT,
+        "COUNT": _DECODE_COUNT, "OCTETS": _OCTETS, "num_warps": _WARPS,
+    }  # fmt: skip
+
+    def decode(out: Tensor) -> None:
+        launch(codes, scales, zeros, out.view(torch.int64), segments, **settings)
+
+    return decode
 
 
-def inner_products(gradient: Tensor, operands: Sequence[Operand], group: int, parts: int) -> Tensor:
-    """(K, parts) products of each part of the rows with every operand, float64."""
-    units = gradient.numel() // _UNIT // parts
+def multiplier(
+    operands: Sequence[Operand], group: int, shape: tuple[int, int], parts: int, device: torch.device
+) -> Callable[[Tensor], Tensor]:
+    """What meets all operands with a gradient: float64 (K,), or (K, parts) with each part of the rows by itself."""
+    units = shape[0] * shape[1] // _UNIT // parts
     steps = triton.cdiv(units, _DOT_COUNT)
-    programs = min(steps, max(1, _PROGRAMS_PER_CORE * multiprocessors(gradient.device) // parts))
-    partial = torch.empty(parts, programs, len(operands), dtype=torch.float32, device=gradient.device)
-    _inner_products_kernel[(programs, parts)](
-        gradient.view(torch.int64),
-        # As plain addresses: examining that many tensors would take a launch longer than most layers compute.
+    programs = min(steps, max(1, _PROGRAMS_PER_CORE * multiprocessors(device) // parts))
+    launch = _inner_products_kernel[(programs, parts)]
+    # As plain addresses: examining that many tensors would take a launch longer than most layers compute. Whoever
+    # multiplies holds the operands.
+    addresses = (
         tuple(operand.codes.data_ptr() for operand in operands),
         tuple(operand.scales.data_ptr() for operand in operands),
-        tuple((operand.scales if operand.zeros is None else operand.zeros).data_ptr() for operand in operands),
-        partial, units, steps,
-        BITS=tuple(operand.bits for operand in operands),
-        SYMMETRIC=tuple(operand.zeros is None for operand in operands),
-        UNITS_PER_SCALE=min(group, gradient.shape[1]) // _UNIT,
-        COUNT=_DOT_COUNT, num_warps=_WARPS, maxnreg=_REGISTERS,
-    )  # fmt: skip
-    return partial.sum(dim=1, dtype=torch.float64).T
+        tuple(
+            (operand.scales if operand.zeros is None else operand.zeros).data_ptr() for operand in operands
+        ),
+    )
+    settings = {
+        "BITS": tuple(operand.bits for operand in operands),
+        "SYMMETRIC": tuple(operand.zeros is None for operand in operands),
+        "UNITS_PER_SCALE": min(group, shape[1]) // _UNIT,
+        "COUNT": _DOT_COUNT, "num_warps": _WARPS, "maxnreg": _REGISTERS,
+    }  # fmt: skip
+    partial = partial_sums(len(operands), programs, parts)
+
+    def multiply(gradient: Tensor) -> Tensor:
+        sums = torch.empty(partial, dtype=torch.float32, device=device)
+        launch(gradient.view(torch.int64), *addresses, sums, units, steps, **settings)
+        return over_programs(sums)
+
+    return multiply

@@ -11,7 +11,7 @@ gradient are summed in float32 within a program, and over programs in float64, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["DENSE", "Operand", "decode", "inner_products", "multiprocessors", "segment_width"]
+__all__ = [
+    "DENSE",
+    "Operand",
+    "decoder",
+    "multiplier",
+    "multiprocessors",
+    "over_programs",
+    "partial_sums",
+    "segment_width",
+]
 
 DENSE = 16
 """The width of an operand that is not packed."""
@@ -157,37 +166,59 @@ def _inner_products_kernel(
         tl.store(target + k, tl.sum(tl.sum(sums[k], axis=1), axis=0))
 
 
-def decode(operand: Operand, group: int, out: Tensor) -> None:
-    """Write the decoded matrix to ``out`` (rows, cols), contiguous, of any floating-point type but float64."""
-    rows, cols = out.shape
+def decoder(operand: Operand, group: int, shape: tuple[int, int]) -> Callable[[Tensor], None]:
+    """What writes the decoded matrix to a contiguous one of any floating-point type but float64."""
+    rows, cols = shape
     segment = segment_width(group, cols)
     count, per_row = _ELEMENTS // segment, triton.cdiv(cols, segment)
+    launch = _decode_kernel[(triton.cdiv(rows * per_row, count),)]
     zeros = operand.zeros if operand.zeros is not None else operand.scales
-    _decode_kernel[(triton.cdiv(rows * per_row, count),)](
-        operand.codes, operand.scales, zeros, out, rows, cols, group, per_row,
-        BITS=operand.bits, SYMMETRIC=operand.zeros is None, SEGMENT=segment, COUNT=count, num_warps=_WARPS,
-    )  # fmt: skip
+
+    def decode(out: Tensor) -> None:
+        launch(
+            operand.codes, operand.scales, zeros, out, rows, cols, group, per_row,
+            BITS=operand.bits, SYMMETRIC=operand.zeros is None, SEGMENT=segment, COUNT=count, num_warps=_WARPS,
+        )  # fmt: skip
+
+    return decode
 
 
-def inner_products(gradient: Tensor, operands: Sequence[Operand], group: int, parts: int) -> Tensor:
-    """(K, parts) products of each part of the rows with every operand, float64, in one pass over all codes."""
-    rows, cols = gradient.shape[0] // parts, gradient.shape[1]
+def multiplier(
+    operands: Sequence[Operand], group: int, shape: tuple[int, int], parts: int, device: torch.device
+) -> Callable[[Tensor], Tensor]:
+    """What meets all operands with a gradient: float64 (K,), or (K, parts) with each part of the rows by itself."""
+    rows, cols = shape[0] // parts, shape[1]
     segment = segment_width(group, cols)
     count, per_row = _ELEMENTS // segment, triton.cdiv(cols, segment)
     steps = triton.cdiv(rows * per_row, count)
-    programs = min(steps, max(1, _PROGRAMS_PER_CORE * multiprocessors(gradient.device) // parts))
-    partial = torch.empty(parts, programs, len(operands), dtype=torch.float32, device=gradient.device)
-    _inner_products_kernel[(programs, parts)](
-        gradient,
-        tuple(operand.codes for operand in operands),
-        tuple(operand.scales for operand in operands),
-        tuple(operand.zeros if operand.zeros is not None else operand.scales for operand in operands),
-        partial, rows, cols, group, per_row, steps,
-        BITS=tuple(operand.bits for operand in operands),
-        SYMMETRIC=tuple(operand.zeros is None for operand in operands),
-        SEGMENT=segment, COUNT=count, num_warps=_WARPS,
-    )  # fmt: skip
-    return partial.sum(dim=1, dtype=torch.float64).T
+    programs = min(steps, max(1, _PROGRAMS_PER_CORE * multiprocessors(device) // parts))
+    launch = _inner_products_kernel[(programs, parts)]
+    codes = tuple(operand.codes for operand in operands)
+    scales = tuple(operand.scales for operand in operands)
+    zeros = tuple(operand.zeros if operand.zeros is not None else operand.scales for operand in operands)
+    bits = tuple(operand.bits for operand in operands)
+    symmetric = tuple(operand.zeros is None for operand in operands)
+    partial = partial_sums(len(operands), programs, parts)
+
+    def multiply(gradient: Tensor) -> Tensor:
+        sums = torch.empty(partial, dtype=torch.float32, device=device)
+        launch(
+            gradient, codes, scales, zeros, sums, rows, cols, group, per_row, steps,
+            BITS=bits, SYMMETRIC=symmetric, SEGMENT=segment, COUNT=count, num_warps=_WARPS,
+        )  # fmt: skip
+        return over_programs(sums)
+
+    return multiply
+
+
+def partial_sums(operands: int, programs: int, parts: int) -> tuple[int, ...]:
+    """Shape of what the programs of a multiplication write."""
+    return (programs, operands) if parts == 1 else (parts, programs, operands)
+
+
+def over_programs(sums: Tensor) -> Tensor:
+    """The sums over programs: (K,), or (K, parts)."""
+    return sums.sum(dim=-2, dtype=torch.float64).T if sums.ndim == 3 else sums.sum(dim=0, dtype=torch.float64)
 
 
 def multiprocessors(device: torch.device) -> int:

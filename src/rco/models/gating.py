@@ -218,7 +218,8 @@ def checkpointed_blocks(blocks: Iterable[nn.Module]) -> Iterator[None]:
     """Let each block keep only its input and compute the rest again in the backward pass.
 
     The gates' choices are those of the forward pass even if they have changed since, so that the losses of several
-    assignments may be summed before one backward pass. Without gradients the blocks run as they are.
+    assignments may be summed before one backward pass. Without gradients the blocks run as they are. Switchable
+    layers must be in place before.
     """
     with ExitStack() as stack:
         for block in blocks:
@@ -232,6 +233,8 @@ def checkpointed_blocks(blocks: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _checkpointing(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    switchable = [module for module in block.modules() if isinstance(module, SwitchableLinear)]
+
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -241,17 +244,17 @@ def _checkpointing(block: nn.Module, forward: Callable[..., Any]) -> Callable[..
                 f"A checkpointed {type(block).__name__} would write to its key-value cache twice; "
                 "call the model with use_cache=False."
             )
-        selections = [
-            (module, module.selection) for module in block.modules() if isinstance(module, SwitchableLinear)
-        ]
+        selections = [module.selection for module in switchable]
 
         def replay(*args: Any, **kwargs: Any) -> Any:
-            current = [(module, module.selection) for module, _ in selections]
-            _restore(selections)
+            current = [module.selection for module in switchable]
+            if all(now is then for now, then in zip(current, selections, strict=True)):
+                return forward(*args, **kwargs)
+            _restore(switchable, selections)
             try:
                 return forward(*args, **kwargs)
             finally:
-                _restore(current)
+                _restore(switchable, current)
 
         # Random numbers are worth their bookkeeping only where something draws them.
         return checkpoint(replay, *args, use_reentrant=False, preserve_rng_state=block.training, **kwargs)
@@ -259,8 +262,8 @@ def _checkpointing(block: nn.Module, forward: Callable[..., Any]) -> Callable[..
     return run
 
 
-def _restore(selections: Sequence[tuple[SwitchableLinear, Selection]]) -> None:
-    for module, selection in selections:
+def _restore(modules: Sequence[SwitchableLinear], selections: Sequence[Selection]) -> None:
+    for module, selection in zip(modules, selections, strict=True):
         module.selection = selection
 
 
