@@ -205,13 +205,15 @@ class ExpertPairs:
     @classmethod
     def build(cls, indices: Tensor, num_experts: int) -> ExpertPairs:
         """The pairs of a routing (tokens, top_k), token by token before they are sorted."""
-        return cls.sort(routed_tokens(indices), indices.reshape(-1), num_experts)
+        ordered, order = torch.sort(indices.reshape(-1), stable=True)
+        tokens = order.div(indices.shape[1], rounding_mode="floor")
+        return cls(order, tokens, ordered, _run_ends(ordered, num_experts))
 
     @classmethod
     def sort(cls, tokens: Tensor, experts: Tensor, num_experts: int) -> ExpertPairs:
         """Any pairs, sorted by expert; those of one expert stay in their order."""
         ordered, order = torch.sort(experts, stable=True)
-        return cls(order, tokens[order], ordered, _run_ends(experts, num_experts))
+        return cls(order, tokens[order], ordered, _run_ends(ordered, num_experts))
 
     def unsort(self, values: Tensor) -> Tensor:
         """Sorted rows back in the order that the pairs came in."""
@@ -226,11 +228,10 @@ def routed_tokens(indices: Tensor) -> Tensor:
     return tokens.unsqueeze(1).expand_as(indices).reshape(-1)
 
 
-def _run_ends(experts: Tensor, num_experts: int) -> Tensor:
-    # Unlike bincount, a scatter need not know the largest value, so nobody waits for the device.
-    counts = torch.zeros(num_experts, dtype=torch.int32, device=experts.device)
-    counts.scatter_add_(0, experts, torch.ones_like(experts, dtype=torch.int32))
-    return counts.cumsum(0, dtype=torch.int32)
+def _run_ends(ordered: Tensor, num_experts: int) -> Tensor:
+    # Unlike bincount, a search need not know the largest value, so nobody waits for the device.
+    experts = torch.arange(num_experts, device=ordered.device)
+    return torch.searchsorted(ordered, experts, right=True, out_int32=True)
 
 
 def pair_outputs(hidden: Tensor, pairs: ExpertPairs, weights: ExpertWeights) -> Tensor:

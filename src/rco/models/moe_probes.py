@@ -37,27 +37,25 @@ class RoutingProbes:
         keep: (experts,) booleans.
         indices: (tokens, top_k) chosen experts.
         mass: (tokens, experts) scores of all experts.
-        valid: (tokens, top_k) False for slots that a token's groups could not fill.
+        missing: (tokens, top_k) True for slots that a token's groups could not fill.
         weakest: (tokens,) slot that an entering expert pushes out.
-        runner_tokens: (R,) tokens that have a survivor left beyond their choice.
-        runner_experts: (R,) that survivor.
+        runners: (tokens,) best survivor beyond a token's choice.
+        nobody: (tokens,) True where no survivor is left, and the runner-up is any expert.
         enter_tokens: (P,) tokens that a pruned expert would enter.
         enter_experts: (P,) that pruned expert.
-        runner_counts: (R,) False where the list is longer than there are such tokens; None: it never is.
-        enter_counts: (P,) the same for the entering experts.
+        enter_counts: (P,) False where the list is longer than there are such pairs; None: it never is.
     """
 
     rule: RoutingRule
     keep: Tensor
     indices: Tensor
     mass: Tensor
-    valid: Tensor
+    missing: Tensor
     weakest: Tensor
-    runner_tokens: Tensor
-    runner_experts: Tensor
+    runners: Tensor
+    nobody: Tensor
     enter_tokens: Tensor
     enter_experts: Tensor
-    runner_counts: Tensor | None = None
     enter_counts: Tensor | None = None
 
     @classmethod
@@ -72,19 +70,17 @@ class RoutingProbes:
     ) -> RoutingProbes:
         """Work out runner-ups and entering experts of a routing under ``keep``.
 
-        With ``reserve`` the device is not asked how many there are: of the entering experts, whose number is passed
-        to it as a tensor, as many are listed as it says, and of the runner-ups one per token.
+        With ``reserve`` the device is not asked how many experts enter: their number is passed to it as a tensor,
+        and as many are listed as it says.
         """
         indices, choice, mass = routing.indices, routing.choice, routing.mass
         nothing = -torch.inf if rule.score in ("sigmoid", "logit") else 0.0
         picked = choice.gather(-1, indices)
-        valid = picked > nothing
-        runner_value, runner = choice.scatter(-1, indices, nothing).max(dim=-1)
-        follows = runner_value > nothing
-        runner_tokens, runner_counts = _places(follows, None if reserve is None else len(follows))
+        missing = picked <= nothing
+        runner_values, runners = choice.scatter(-1, indices, nothing).max(dim=-1)
 
         rank = mass if correction is None else mass + correction
-        chosen_rank = rank.gather(-1, indices).masked_fill(~valid, -torch.inf)
+        chosen_rank = rank.gather(-1, indices).masked_fill(missing, -torch.inf)
         lowest, weakest = chosen_rank.min(dim=-1)
         enters = (rank > lowest.unsqueeze(-1)) & ~keep
         if rule.grouped:
@@ -93,19 +89,20 @@ class RoutingProbes:
         count = enters.shape[1]
         enter_tokens, enter_experts = places.div(count, rounding_mode="floor"), places % count
         return cls(
-            rule, keep, indices, mass, valid, weakest,
-            runner_tokens, runner[runner_tokens], enter_tokens, enter_experts, runner_counts, enter_counts,
+            rule, keep, indices, mass, missing, weakest,
+            runners, runner_values <= nothing, enter_tokens, enter_experts, enter_counts,
         )  # fmt: skip
 
     @property
     def tokens(self) -> Tensor:
         """Tokens of all probes, runner-ups first."""
-        return torch.cat([self.runner_tokens, self.enter_tokens])
+        everyone = torch.arange(len(self.runners), device=self.runners.device)
+        return torch.cat([everyone, self.enter_tokens])
 
     @property
     def experts(self) -> Tensor:
         """Experts of all probes, runner-ups first."""
-        return torch.cat([self.runner_experts, self.enter_experts])
+        return torch.cat([self.runners, self.enter_experts])
 
     def changes(self, real: Tensor, probes: Tensor) -> Tensor:
         """(tokens, experts) from ``<dL/dy, f>`` of the routing slots (tokens, top_k) and of the probes.
@@ -116,61 +113,52 @@ class RoutingProbes:
         rule, mass = self.rule, self.mass
         real, probes = real.to(mass.dtype), probes.to(mass.dtype)
         tokens = self.indices.shape[0]
-        r = mass.gather(-1, self.indices).masked_fill(~self.valid, 0.0)
+        r = mass.gather(-1, self.indices).masked_fill(self.missing, 0.0)
         terms = r * real
-        n = terms.sum(dim=-1)
+        n = terms.sum(dim=-1, keepdim=True)
         survivors = rule.denominator == "survivors"
         if rule.denominator == "selected":
-            d = r.sum(dim=-1)
+            d = r.sum(dim=-1, keepdim=True)
         elif survivors:
-            d = (mass * self.keep).sum(dim=-1)
+            d = (mass * self.keep).sum(dim=-1, keepdim=True)
         else:
             d = torch.ones_like(n)
         now = _ratio(n, d)
 
         # Kept and chosen: without it, the runner-up steps in.
-        runners = self.runner_tokens.shape[0]
-        stepping = mass.new_zeros(2, tokens)
-        runner_mass = mass[self.runner_tokens, self.runner_experts]
-        runner_terms = runner_mass * probes[:runners]
-        if self.runner_counts is not None:
-            runner_mass = runner_mass.masked_fill(~self.runner_counts, 0.0)
-            runner_terms = runner_terms.masked_fill(~self.runner_counts, 0.0)
-        stepping[0, self.runner_tokens] = runner_mass
-        stepping[1, self.runner_tokens] = runner_terms
-        d_without = self._denominator(d.unsqueeze(-1), r, stepping[0].unsqueeze(-1))
-        without = _ratio(n.unsqueeze(-1) - terms + stepping[1].unsqueeze(-1), d_without)
-        change = (now.unsqueeze(-1) - without).masked_fill(~self.valid, 0.0)
+        nobody = self.nobody.unsqueeze(-1)
+        stepping = mass.gather(-1, self.runners.unsqueeze(-1)).masked_fill(nobody, 0.0)
+        # The product by itself may not be zero: what an expert would say that is not asked may be infinite.
+        added = (stepping * probes[:tokens].unsqueeze(-1)).masked_fill(nobody, 0.0)
+        without = _ratio(n - terms + added, self._denominator(d, r, stepping))
+        change = (now - without).masked_fill(self.missing, 0.0)
+        if survivors:
+            # A softmax over all survivors also feels experts that it does not choose: they share its mass.
+            shift = _ratio(n, torch.where(self.keep, d - mass, d + mass)) - now
+            changes = torch.where(self.keep, -shift, shift)
+        else:
+            changes = torch.zeros_like(mass)
         # Every (token, expert) is written once, so that the sum has one order whatever the device.
-        changes = torch.zeros_like(mass).scatter_(-1, self.indices, change)
+        changes.scatter_(-1, self.indices, change)
 
         # Pruned and entering: with it, the weakest of the chosen leaves.
         at, who = self.enter_tokens, self.enter_experts
-        leaving = self.weakest[at].unsqueeze(-1)
-        r_new, r_old = mass[at, who], r[at].gather(-1, leaving).squeeze(-1)
-        n_with = n[at] - terms[at].gather(-1, leaving).squeeze(-1) + r_new * probes[runners:]
-        with_it = _ratio(n_with, self._denominator(d[at], r_old, r_new, entering=True))
-        entering = with_it - now[at]
+        leaving = self.weakest.unsqueeze(-1)
+        remaining = d - r.gather(-1, leaving) if rule.denominator == "selected" else d
+        per_token = torch.cat([n - terms.gather(-1, leaving), remaining, now], dim=1)
+        n_left, d_left, before = per_token[at].unbind(1)
+        r_new = mass[at, who]
+        d_with = d_left if rule.denominator == "none" else d_left + r_new
+        entering = _ratio(n_left + r_new * probes[tokens:], d_with) - before
         if self.enter_counts is not None:  # what fills the list up stays as it is
             entering = entering.where(self.enter_counts, changes[at, who])
         changes[at, who] = entering
+        return changes if rule.scale == 1.0 else changes * rule.scale
 
-        if survivors:
-            # A softmax over all survivors also feels experts that it does not choose: they share its mass.
-            after = torch.where(self.keep, d.unsqueeze(-1) - mass, d.unsqueeze(-1) + mass)
-            shift = _ratio(n.unsqueeze(-1), after) - now.unsqueeze(-1)
-            shift = torch.where(self.keep, -shift, shift).scatter_(-1, self.indices, 0.0)
-            left = 0.0 if self.enter_counts is None else shift[at, who].masked_fill(self.enter_counts, 0.0)
-            shift[at, who] = left
-            changes += shift
-        return changes * rule.scale
-
-    def _denominator(self, d: Tensor, leaves: Tensor, comes: Tensor, entering: bool = False) -> Tensor:
+    def _denominator(self, d: Tensor, leaves: Tensor, comes: Tensor) -> Tensor:
         if self.rule.denominator == "selected":
             return d - leaves + comes
-        if self.rule.denominator == "survivors":
-            return d + comes if entering else d - leaves
-        return d
+        return d - leaves if self.rule.denominator == "survivors" else d
 
 
 def _places(flags: Tensor, count: int | None) -> tuple[Tensor, Tensor | None]:
@@ -186,8 +174,7 @@ def _places(flags: Tensor, count: int | None) -> tuple[Tensor, Tensor | None]:
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Quotient, and zero where nothing is left to divide by."""
-    gone = denominator <= torch.finfo(denominator.dtype).tiny
-    return (numerator / denominator.masked_fill(gone, 1.0)).masked_fill(gone, 0.0)
+    return (numerator / denominator).masked_fill(denominator <= torch.finfo(denominator.dtype).tiny, 0.0)
 
 
 def _group_opens(rule: RoutingRule, rank: Tensor, keep: Tensor) -> Tensor:
