@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -127,12 +128,21 @@ def _start(make_worker: Callable[[Any], Worker], argument: Any, threads: int) ->
     global _worker
     # A terminal interrupts every process; the one that waits for the others ends them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(threads)
     import torch
 
     torch.set_num_threads(threads)
     _worker = make_worker(argument)
+
+
+def _leave_with_parent() -> None:
+    """End this process when the one that gives it jobs is gone, however that ended."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _do(job: Any) -> dict[str, Any]:
