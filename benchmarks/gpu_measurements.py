@@ -1,8 +1,8 @@
 """Everything that is measured on one GPU in one go: tests, kernels, steps, memory, candidates.
 
-    PYTHONPATH=src python benchmarks/gpu_session.py OUT [part ...]
+    PYTHONPATH=src python benchmarks/gpu_measurements.py OUT [part ...]
 
-Writes one JSON file per part into OUT as soon as the part is done, so that a session that is cut short keeps what
+Writes one JSON file per part into OUT as soon as the part is done, so that a run that is cut short keeps what
 it has. Parts: tests, kernels, gptq, jobs, step, olmoe, memory, 30b, short, steps50; all but the last two by
 default.
 """
@@ -209,13 +209,13 @@ def main():
         began = time.perf_counter()
         try:
             everything[name] = PARTS[name](out)
-        except Exception:  # noqa: BLE001  the next part may work, and the session is expensive
+        except Exception:  # noqa: BLE001  the next part may work, and a run is expensive
             everything[name] = {"error": traceback.format_exc()}
             print(name, everything[name]["error"], flush=True)
         gc.collect()
         torch.cuda.empty_cache()
         everything[name]["part_seconds"] = time.perf_counter() - began
-        (out / "session.json").write_text(json.dumps(everything, indent=1))
+        (out / "measurements.json").write_text(json.dumps(everything, indent=1))
         shown = everything[name]
         print(f"== {name}: {shown['part_seconds']:.1f} s", flush=True)
         if "plain" in shown or "modes" in shown:
