@@ -226,10 +226,10 @@ def run_part(settings, model, bits, seed, method):
 
 def _sensitivities(settings, model, seed, backend, calibration):
     """Differences and layer errors, which depend on the groups but not on the budget: measured once."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     from rco.backends.sensitivity import fisher_differences
-    from rco.folders import atomic_path
+    from rco.folders import write_tensors_atomic
 
     groups = [[[member.name for member in group.members], group.widths] for group in backend.plan.groups]
     name = hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:16]
@@ -240,8 +240,7 @@ def _sensitivities(settings, model, seed, backend, calibration):
             "differences": fisher_differences(backend, part, seed=seed),
             "layer_errors": backend.layer_errors(part, experts_only=False),
         }
-        with atomic_path(path) as temporary:
-            save_file(found, temporary)
+        write_tensors_atomic(path, found, shared=True)  # parts of other budgets may measure the same now
     found = load_file(path)
     return found["differences"], found["layer_errors"]
 

@@ -69,10 +69,11 @@ def plan_quantization(
     check_sources(config)
     ranks = ranks or Ranks()
     loaded = load_for(config, ranks)
+    computing = compute_dtype(config.compute, loaded.device, loaded.dtype)
     # Costs of active bits come from data, and so does what must not be pruned.
     visits = None
     if budget.kind == "active_bits" or config.allow_prune:
-        visits = routing_visits(loaded, build_data(config, loaded.tokenizer).search)
+        visits = routing_visits(loaded, build_data(config, loaded.tokenizer).search, computing)
     plan = plan_groups(config, loaded, visits)
     residency, memory = choose_residency(loaded, plan, config)
     folder = run_folder(config, budget)
@@ -94,7 +95,7 @@ def plan_quantization(
         top_k=config.top_k or None,
         batch_size=config.batch_size,
         checkpointing=config.checkpointing,
-        compute_dtype=compute_dtype(config.compute, loaded.device, loaded.dtype),
+        compute_dtype=computing,
         overwrite_store=config.overwrite_store,
         memory=residency,
         on_progress=(progress or Silent()).stage("candidates") if progress else None,
