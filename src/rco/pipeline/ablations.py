@@ -82,10 +82,6 @@ class AblationPlan:
 
 def plan_ablations(config: AblationConfig) -> AblationPlan:
     """Check everything that can be checked without work, and estimate the rest."""
-    if config.workers < 1 or config.threads < 1:
-        raise ValueError(
-            f"--workers and --threads must be at least 1, got {config.workers} and {config.threads}."
-        )
     config = dataclasses.replace(config, **_QUICK) if config.quick else config
     planned = plan_quantization(_quantize_config(config))
     centre = _centre(config)
@@ -126,10 +122,11 @@ def run_ablations(
         results, failed = run_jobs(
             plan.runs,
             folder.folder / "parts",
-            (lambda _: bench) if config.workers == 1 else _make_bench,
+            _make_bench,
             (config, folder.folder),
             workers=config.workers,
             threads=config.threads,
+            here=bench,
             on_done=progress.stage("runs"),
         )
         for name, reason in failed.items():

@@ -81,6 +81,7 @@ def run_comparison(
     draw: Draw,
     workers: int = 1,
     threads: int = 1,
+    here: Worker | None = None,
 ) -> Comparison:
     """Run what the folder does not hold yet, then write the tables and the plots.
 
@@ -95,6 +96,7 @@ def run_comparison(
         draw: Makes the plots.
         workers: Processes.
         threads: Of each process.
+        here: A worker that this process has already.
 
     Raises:
         ValueError: Every search failed.
@@ -106,6 +108,7 @@ def run_comparison(
         argument,
         workers=workers,
         threads=threads,
+        here=here,
         on_done=progress.stage("comparison"),
     )
     for name, reason in failed.items():

@@ -228,11 +228,12 @@ def compare_pruning(config: ComparePruneConfig, progress: Progress | None = None
         return run_comparison(
             run,
             jobs,
-            (lambda _: contest) if config.workers == 1 else _contest,
+            _contest,
             config,
             describe,
             progress,
             draw=draw_divergence,
             workers=config.workers,
             threads=config.threads,
+            here=contest,
         )

@@ -347,11 +347,12 @@ def compare_quantization(config: CompareQuantizeConfig, progress: Progress | Non
         return run_comparison(
             run,
             jobs,
-            (lambda _: contest) if config.workers == 1 else QuantizeContest,
+            QuantizeContest,
             config,
             describe,
             progress,
             draw=draw_comparison,
             workers=config.workers,
             threads=config.threads,
+            here=contest,
         )

@@ -50,6 +50,7 @@ def run_jobs(
     *,
     workers: int = 1,
     threads: int = 1,
+    here: Worker | None = None,
     on_done: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Results by name, and why jobs failed by name.
@@ -65,6 +66,7 @@ def run_jobs(
         argument: See ``make_worker``.
         workers: Processes; 1 stays in this one.
         threads: Torch threads of each process.
+        here: A worker that this process has already, for jobs that stay in it.
         on_done: Called with (jobs done, jobs in all).
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,7 @@ def run_jobs(
         return results, failed
     if workers == 1:
         with _threads(threads):
-            worker = make_worker(argument)
+            worker = make_worker(argument) if here is None else here
             for job in missing:
                 finish(job, lambda job=job: worker.do(job))  # type: ignore[misc]
         return results, failed
