@@ -11,6 +11,7 @@ Methods, all from the same GPTQ candidates of a seed (widths 2 to 8):
 * ``rco``: attention searched too, every group at 2 to 8 or 16 bits, at the same bytes of the checkpoint;
 * ``rco*-projection``: as ``rco*`` with gate and up tied and down free, which is MxMoE's search space;
 * ``mxmoe``: layer-output sensitivities and one integer program per layer, in that space;
+* ``mxmoe-expert``: the same with a width per expert, which is the space of ``rco*``;
 * ``uniform2``, ``uniform3``, ``uniform4``: the same width for every expert, attention at 16 bits;
 * ``prune16``, ``prune4``, ``bits+prune``: at the bytes of the checkpoint that ``rco*`` has at the bits given,
   experts may be pruned or kept at 16 bits, at 4 bits, or at any width; bits alone are ``rco*`` itself.
@@ -35,7 +36,7 @@ from parts import merge_parts, run_parts, settings_from, start_worker, text_file
 
 RESULTS = Path(__file__).parent / "results"
 DOMAINS = "en_prose,python_code,tech_docs,math_latex,de_law,fr_novels,dialogue"
-METHODS = "rco*,rco,rco*-projection,mxmoe,uniform2,uniform3,uniform4,prune16,prune4,bits+prune"
+METHODS = "rco*,rco,rco*-projection,mxmoe,mxmoe-expert,uniform2,uniform3,uniform4,prune16,prune4,bits+prune"
 WIDTHS = "2,3,4,5,6,7,8"
 ATTENTION = ["attention=16"]
 # Settings of the plan that differ from the defaults, by method.
@@ -44,6 +45,7 @@ PLANS = {
     "rco": {"widths": f"{WIDTHS},16"},
     "rco*-projection": {"lock": ATTENTION, "count": "experts", "per_projection": True},
     "mxmoe": {"lock": ATTENTION, "count": "experts", "per_projection": True, "searcher": "mxmoe"},
+    "mxmoe-expert": {"lock": ATTENTION, "count": "experts", "searcher": "mxmoe"},
     "uniform2": {"lock": ATTENTION, "count": "experts"},
     "uniform3": {"lock": ATTENTION, "count": "experts"},
     "uniform4": {"lock": ATTENTION, "count": "experts"},
@@ -186,7 +188,7 @@ def run_part(settings, model, bits, seed, method):
         )
     else:
         prior = table = None
-        if method == "mxmoe":
+        if method.startswith("mxmoe"):
             table = backend.layer_errors(data.search.select(slice(0, settings.sensitivity)))
         else:
             found = second_order(backend, *_sensitivities(settings, model, seed, backend, data.search))
@@ -215,6 +217,7 @@ def run_part(settings, model, bits, seed, method):
         "bytes": int(size.fixed + size.matrix[np.arange(len(choices)), choices].sum()),
         "within_budget": bool(problem.is_feasible(allocation)),
         "expert_groups": counts,
+        "widths": "".join(np.base_repr(w, 36) for w in widths),  # a letter per group, G for 16
         "chosen_from": chosen_from,
         "selection_losses": candidates,
         "forwards": forwards,
@@ -273,7 +276,7 @@ def run(arguments):
         # A uniform width has no budget: once per seed.
         if not method.startswith("uniform") or bits == budgets[0]
     ]
-    parts.sort(key=lambda part: part[3].startswith("uniform") or part[3] == "mxmoe")  # the long ones first
+    parts.sort(key=lambda part: part[3].startswith(("uniform", "mxmoe")))  # the long ones first
 
     def show(line):
         entry = line["entry"]
@@ -479,8 +482,8 @@ def main():
     steps.add_argument("--attention", choices=("16", "searched"), default="searched")
     steps.add_argument("--device", default="cpu")
     steps.add_argument("--threads", type=int, default=1)
-    steps.add_argument("--repeats", type=int, default=7)
-    steps.add_argument("--rounds", type=int, default=3)
+    steps.add_argument("--repeats", type=int, default=3)
+    steps.add_argument("--rounds", type=int, default=7)
     steps.add_argument("--out", type=Path, default=RESULTS / "moe_step.json")
     merges = verbs.add_parser("merge")
     merges.add_argument("files", type=Path, nargs="+")

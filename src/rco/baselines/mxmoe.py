@@ -52,17 +52,18 @@ def solve_layer(
         time_limit: Seconds.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import csr_matrix, kron
+    from scipy.sparse import csr_array, eye_array, kron
 
     count, options = sensitivities.shape
-    constraints = [LinearConstraint(kron(np.eye(count), np.ones((1, options)), format="csr"), 1, 1)]
+    one_each = kron(eye_array(count), np.ones((1, options)), format="csr")
+    constraints = [LinearConstraint(one_each, 1, 1)]
     for table, budget in zip(costs, budgets, strict=True):
         # The cheapest options are paid beforehand, the rest is counted in whole steps: small numbers.
         least = table.min(axis=1, keepdims=True)
         above = table - least
         unit = int(np.gcd.reduce(above, axis=None)) or 1
         room = (int(budget) - int(least.sum())) // unit
-        row = csr_matrix((above // unit).reshape(1, -1).astype(float))
+        row = csr_array((above // unit).reshape(1, -1).astype(float))
         constraints.append(LinearConstraint(row, -np.inf, float(room)))
     scale = float(np.abs(np.where(allowed, sensitivities, 0.0)).max(initial=0.0)) or 1.0
     result = milp(

@@ -68,6 +68,7 @@ class GatedModel:
         self.model = model
         self.modules = dict(modules)
         self.stream = stream
+        self._places: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
     def set_gates(
         self,
@@ -98,17 +99,28 @@ class GatedModel:
             wanted: Sequence[Sequence[bool] | None] = [None] * len(choices)
         else:
             wanted = active.tolist() if isinstance(active, Tensor) else active
-        rows: dict[torch.device, tuple[Tensor, ...]] = {}
+        taken: dict[torch.device, dict[int, Tensor]] = {}
         for name, module in self.modules.items():
             device, row = module.device, group_of[name]
-            if device not in rows:
-                # One unbind for all layers of a device: the gradient is put together once, not once per layer.
-                dtype = torch.float32 if device.type == "mps" else gates.dtype
-                rows[device] = send(gates.to(dtype), device).unbind()
-            module.select(choices[row], rows[device][row], wanted[row])
+            if device not in taken:
+                taken[device] = self._rows_on(device, gates, group_of)
+            module.select(choices[row], taken[device][row], wanted[row])
         if self.stream is not None:
             self.stream.restart()
         return choices
+
+    def _rows_on(self, device: torch.device, gates: Tensor, group_of: Mapping[str, int]) -> dict[int, Tensor]:
+        """The rows that layers of a device follow, there."""
+        # One unbind for all layers of a device: the gradient is put together once, not once per layer. Rows of
+        # experts, of which there may be thousands, are left out: each would be a Python object for nothing.
+        dtype = torch.float32 if device.type == "mps" else gates.dtype
+        there = send(gates.to(dtype), device)
+        rows = tuple(sorted({group_of[name] for name, each in self.modules.items() if each.device == device}))
+        if len(rows) < len(gates):
+            if (device, rows) not in self._places:  # once, not for every sample
+                self._places[device, rows] = send(torch.tensor(rows), device)
+            there = there.index_select(0, self._places[device, rows])
+        return dict(zip(rows, there.unbind(), strict=True))
 
     def clear(self) -> None:
         """Forget the gates (and with them any graph they belong to); every layer keeps its choice if it has one."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -217,9 +217,14 @@ class ExpertPairs:
 
     def unsort(self, values: Tensor) -> Tensor:
         """Sorted rows back in the order that the pairs came in."""
-        out = torch.empty_like(values)
-        out[self.order] = values
-        return out
+        return values.index_select(0, self.places)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """(pairs,) position in the sorted list; rows are gathered by it, several times faster than put in order."""
+        places = torch.empty_like(self.order)
+        places[self.order] = torch.arange(len(places), device=places.device)
+        return places
 
 
 def routed_tokens(indices: Tensor) -> Tensor:
@@ -241,7 +246,7 @@ def pair_outputs(hidden: Tensor, pairs: ExpertPairs, weights: ExpertWeights) -> 
 
 
 def _rise(hidden: Tensor, pairs: ExpertPairs, weights: ExpertWeights) -> Tensor:
-    out = grouped_linear(hidden[pairs.tokens], weights.up, pairs.ends)
+    out = grouped_linear(hidden.index_select(0, pairs.tokens), weights.up, pairs.ends)
     return out if weights.up_bias is None else out + weights.up_bias[pairs.experts]
 
 
@@ -301,7 +306,7 @@ class PairedExperts(torch.autograd.Function):
         weights: ExpertWeights = ctx.source.dense()
         risen, slot_weights, hidden = ctx.saved_tensors
         shape, hidden_dtype, weight_dtype = ctx.shape
-        spread = grad[pairs.tokens]
+        spread = grad.index_select(0, pairs.tokens)
         # q = W_down^T g serves twice: <q, activation> is <g, f>, and w * q is the gradient of the activation.
         q = grouped_linear(spread, weights.down.transpose(1, 2), pairs.ends)
         with torch.enable_grad():
@@ -317,7 +322,7 @@ class PairedExperts(torch.autograd.Function):
             rows = grouped_linear(grad_risen, weights.up.transpose(1, 2), pairs.ends)
             grad_hidden = pairs.unsort(rows).view(*shape, -1).sum(dim=1).to(hidden_dtype)
         if ctx.needs_input_grad[3]:
-            seen = hidden[pairs.tokens].to(grad_risen.dtype)
+            seen = hidden.index_select(0, pairs.tokens).to(grad_risen.dtype)
             weighted = spread.to(q.dtype) * slot_weights.unsqueeze(-1).to(q.dtype)
             grad_options = ctx.source.option_gradient(
                 grouped_outer(grad_risen, seen, pairs.ends),
@@ -332,7 +337,7 @@ class PairedExperts(torch.autograd.Function):
 def _probe(hidden: Tensor, grad: Tensor, weights: ExpertWeights, tokens: Tensor, experts: Tensor) -> Tensor:
     """(probes,) ``<dL/dy_token, f_expert(token)>`` of tokens that were not sent to the experts."""
     pairs = ExpertPairs.sort(tokens, experts, weights.num_experts)
-    spread = grad[pairs.tokens]
+    spread = grad.index_select(0, pairs.tokens)
     q = grouped_linear(spread, weights.down.transpose(1, 2), pairs.ends)
     inner = weights.activate(_rise(hidden, pairs, weights))
     return pairs.unsort(_products(q, inner, spread, pairs, weights))

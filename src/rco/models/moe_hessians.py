@@ -65,7 +65,7 @@ class ExpertHessians:
             layer.num_experts,
         )
         weights = expert_weights(layer.experts)
-        seen = flat[pairs.tokens]
+        seen = flat.index_select(0, pairs.tokens)
         risen = grouped_linear(seen, weights.up, pairs.ends)
         if weights.up_bias is not None:
             risen = risen + weights.up_bias[pairs.experts]

@@ -112,7 +112,7 @@ def _changes(options: ExpertOptions, hidden: Tensor) -> Tensor:
     routing = route(layer.rule, layer.logits(hidden), layer.correction)
     pairs = ExpertPairs.build(routing.indices, layer.num_experts)
     weight = routing.weights.reshape(-1)[pairs.order].double()
-    seen = hidden[pairs.tokens]
+    seen = hidden.index_select(0, pairs.tokens)
     own = options.own()
     rise = _rise(seen, pairs, own)
     inner = own.activate(rise)

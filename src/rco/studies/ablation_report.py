@@ -82,10 +82,11 @@ def _agreement(measured: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def recommend(sweeps: Sequence[Mapping[str, Any]], centre: Loop) -> list[dict[str, Any]]:
-    """For every setting: the value with the lowest mean KL, and those that its noise does not tell apart.
+    """For every setting: the value with the lowest mean KL, and those that noise does not tell apart from it.
 
-    A value counts as equal if its mean lies within one standard error of the difference from the best mean, the
-    error estimated from the spread over seeds of both.
+    A value counts as equal if its mean lies within two standard errors of the difference from the best mean. The
+    best is the luckiest of several, hence two; the error comes from the spread over seeds of all values of the
+    sweep together, since three seeds alone may agree by chance.
     """
     advice = []
     for sweep in sweeps:
@@ -99,20 +100,18 @@ def recommend(sweeps: Sequence[Mapping[str, Any]], centre: Loop) -> list[dict[st
         entry["tested"] = [row["loop"][sweep["setting"]] for row in rows]
         for column in COLUMNS:
             best = min(rows, key=lambda row: row[column]["kl"]["mean"])
+            spread = math.sqrt(statistics.fmean(row[column]["kl"]["std"] ** 2 for row in rows))
             entry[column] = {
                 "best": best["loop"][sweep["setting"]],
                 "as_good": [
-                    row["loop"][sweep["setting"]] for row in rows if not _clearly_worse(row, best, column)
+                    row["loop"][sweep["setting"]]
+                    for row in rows
+                    if row[column]["kl"]["mean"] - best[column]["kl"]["mean"]
+                    <= 2 * spread * math.sqrt(1 / len(row["seeds"]) + 1 / len(best["seeds"]))
                 ],
             }
         advice.append(entry)
     return advice
-
-
-def _clearly_worse(row: Mapping[str, Any], best: Mapping[str, Any], column: str) -> bool:
-    here, there = row[column]["kl"], best[column]["kl"]
-    error = math.sqrt((here["std"] ** 2 + there["std"] ** 2) / len(row["seeds"]))
-    return bool(here["mean"] - there["mean"] > error)
 
 
 # --------------------------------------------------------------------- documents
@@ -213,14 +212,14 @@ def _seeds_line(sweep: Mapping[str, Any]) -> str:
 def recommendation_table(record: Mapping[str, Any]) -> str:
     """Best values and those that are as good, as a Markdown table."""
     lines = [
-        "| setting | tested | best for Algorithm 1 | best for the search | as good within noise | default |",
-        "|---|---|---|---|---|---|",
+        "| setting | tested | best for Algorithm 1 | as good | best for the search | as good | default |",
+        "|---|---|---|---|---|---|---|",
     ]
     for entry in record["recommended"]:
         lines.append(
             f"| {entry['title'].lower()} | {_values(entry['tested'])} | {_value(entry['printed']['best'])} | "
-            f"{_value(entry['search']['best'])} | {_values(entry['search']['as_good'])} | "
-            f"{_value(entry['default'])} |"
+            f"{_values(entry['printed']['as_good'])} | {_value(entry['search']['best'])} | "
+            f"{_values(entry['search']['as_good'])} | {_value(entry['default'])} |"
         )
     return "\n".join(lines)
 
