@@ -145,7 +145,7 @@ def experts():
         for method in dict.fromkeys(method for method, _ in shown if not method.startswith("uniform")):
             cells = [shown.get((method, bits), "") for bits in budgets]
             lines.append(f"| {method} | {' | '.join(cells)} |")
-        lines += ["", f"Uniform: {', '.join(uniform)}.", ""]
+        lines += ["", f"Uniform: {', '.join(uniform)}.", "", *against_mxmoe(data, budgets), ""]
     step = load("moe_step")
     if step:
         ratios = ", ".join(
@@ -155,6 +155,29 @@ def experts():
             f"A search step takes {ratios} times a plain forward and backward pass in the same process.",
             "",
         ]
+    return lines
+
+
+def against_mxmoe(data, budgets):
+    """RCO* beside MxMoE in the same search space: KL and perplexity at every budget."""
+    rows = {(row["method"], row["bits"]): row for row in data["table"]}
+    spaces = {
+        "gate and up tied, down free": ("rco*-projection", "mxmoe"),
+        "one width per expert": ("rco*", "mxmoe-expert"),
+    }
+    lines = []
+    for space, (ours, theirs) in spaces.items():
+        if all((method, bits) in rows for method in (ours, theirs) for bits in budgets):
+            change = {
+                name: ", ".join(
+                    f"{100 * (rows[ours, bits][name] / rows[theirs, bits][name] - 1):+.{digits}f} %"
+                    for bits in budgets
+                )
+                for name, digits in (("kl", 1), ("perplexity", 3))
+            }
+            lines.append(
+                f"* `{ours}` against `{theirs}` ({space}): KL {change['kl']}; perplexity {change['perplexity']}."
+            )
     return lines
 
 

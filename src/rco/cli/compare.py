@@ -56,6 +56,7 @@ def _show(outcome: Comparison, as_json: bool) -> None:
         files = {"folder": str(outcome.folder), "plots": [str(path) for path in outcome.plots]}
         typer.echo(json.dumps({**files, "rows": outcome.rows, "failed": outcome.failed}))
         return
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
@@ -64,9 +65,12 @@ def _show(outcome: Comparison, as_json: bool) -> None:
     budgets, columns = {row["budget"] for row in outcome.rows}, table_columns(outcome.rows)
     if len(budgets) > 1:
         columns.insert(0, ("budget", lambda row: str(row["budget"])))
-    table = Table(title=None if len(budgets) > 1 else budgets.pop(), title_justify="left")
+    title = None if len(budgets) > 1 else budgets.pop()
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name, _ in columns:
-        table.add_column(name, justify="left" if name in ("budget", "method") else "right")
+        named = name in ("budget", "method")
+        # Names are for copying, so they are never cut; the figures' headings break over lines instead.
+        table.add_column(name, justify="left" if named else "right", no_wrap=named, overflow="fold")
     for row in outcome.rows:
         table.add_row(*(text(row) for _, text in columns))
     Console().print(table)
