@@ -2,7 +2,6 @@
 
     python benchmarks/moe_precision.py run --parts parts.jsonl --workers 2
     python benchmarks/moe_precision.py run --parts parts.jsonl --model tiny-moe,DIR --text DIR --workers 16
-    python benchmarks/moe_precision.py step --model tiny-moe --threads 1
     python benchmarks/moe_precision.py merge parts.jsonl [more.jsonl ...]
 
 Methods, all from the same GPTQ candidates of a seed (widths 2 to 8):
@@ -32,7 +31,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from parts import merge_parts, run_parts, settings_from, start_worker, text_files
+from parts import merge_parts, run_parts, settings_from, text_files
 
 RESULTS = Path(__file__).parent / "results"
 DOMAINS = "en_prose,python_code,tech_docs,math_latex,de_law,fr_novels,dialogue"
@@ -301,111 +300,6 @@ def run(arguments):
     )
 
 
-# ----------------------------------------------------------------------- the cost of a step
-
-
-def step(arguments):
-    """Seconds of a search step beside a plain forward and backward with all weight gradients, in one process."""
-    import tempfile
-
-    import numpy as np
-    import torch
-
-    from rco.backends.objective import Reference
-    from rco.losses import Head, chunked_kl
-    from rco.models.precision import computing_in
-    from rco.pipeline.common import build_data
-    from rco.pipeline.configs import QuantizeConfig
-    from rco.pipeline.quantize import plan_quantization
-    from rco.runs import environment, write_json_atomic
-
-    start_worker(arguments.threads)
-    rows = []
-    for model in arguments.model.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            config = QuantizeConfig(
-                model=model, bits="3", method="rtn", clip="minmax", sequences=8, selection=2, evaluation=2,
-                length=arguments.length, device=arguments.device, store=Path(folder) / "store",
-                lock=ATTENTION if arguments.attention == "16" else [], format="none",
-                count="experts" if arguments.attention == "16" else "all",
-            )  # fmt: skip
-            planned = plan_quantization(config)
-            backend, loaded = planned.backend, planned.loaded
-            data = build_data(config, loaded.tokenizer).search
-            backend.prepare(data)
-            network, device = loaded.model, loaded.device
-            with computing_in(network, backend.compute_dtype):
-                reference = Reference.compute(loaded, data, 4)
-            rng = np.random.default_rng(0)
-            widths = backend.plan.widths
-            choices = [widths.index(int(rng.choice(group.widths))) for group in backend.plan.groups]
-            gates = torch.nn.functional.one_hot(torch.tensor(choices), len(widths)).double()
-
-            def wait(device=device):
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-
-            def plain(index, loaded=loaded, network=network, data=data, reference=reference, device=device):
-                spec = loaded.layout.head(network)
-                head = Head(spec.weight, spec.bias, spec.softcap, spec.scale)
-                tokens = data.tokens[index : index + 1].to(device)
-                hidden = loaded.layout.final_hidden(network, tokens)[:, :-1]
-                mask = data.mask[index : index + 1, :-1].to(device)
-                loss = chunked_kl(
-                    hidden, head, reference.hidden[index : index + 1, :-1].to(device),
-                    Head(head.weight.detach(), head.bias, head.softcap, head.scale), mask,
-                )  # fmt: skip
-                torch.autograd.grad(loss, list(network.parameters()), allow_unused=True)
-
-            def timed(task, wait=wait, data=data):
-                task(0)
-                seconds = []
-                for index in range(1, 1 + arguments.repeats):
-                    wait()
-                    began = time.perf_counter()
-                    task(index % len(data))
-                    wait()
-                    seconds.append(time.perf_counter() - began)
-                return seconds
-
-            found = {"plain": [], "search": []}
-            for _ in range(arguments.rounds):  # in turns, so that neither has the quieter machine
-                with computing_in(network, backend.compute_dtype):
-                    network.requires_grad_(True)
-                    found["plain"] += timed(plain)
-                    network.requires_grad_(False)
-                with backend.objective(data) as objective:
-
-                    def search(index, objective=objective, gates=gates):
-                        objective.enqueue(gates, index)()
-
-                    found["search"] += timed(search)
-            medians = {name: statistics.median(values) for name, values in found.items()}
-            rows.append(
-                {
-                    "model": Path(model).name,
-                    "length": arguments.length,
-                    "attention": arguments.attention,
-                    "device": str(device),
-                    "threads": arguments.threads,
-                    "options": len(widths),
-                    "plain_seconds": medians["plain"],
-                    "search_seconds": medians["search"],
-                    "ratio": medians["search"] / medians["plain"],
-                    "all": found,
-                }
-            )
-            last = rows[-1]
-            print(
-                f"{last['model']} {last['length']} tokens: plain {last['plain_seconds']:.3f} s, search step "
-                f"{last['search_seconds']:.3f} s, ratio {last['ratio']:.3f}",
-                flush=True,
-            )
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(arguments.out, {"environment": environment(), "rows": rows})
-    return 0
-
-
 # ----------------------------------------------------------------------- results
 
 
@@ -476,19 +370,10 @@ def main():
     runs.add_argument("--device", default="cpu")
     runs.add_argument("--threads", type=int, default=1)
     runs.add_argument("--workers", type=int, default=1)
-    steps = verbs.add_parser("step")
-    steps.add_argument("--model", default="tiny-moe")
-    steps.add_argument("--length", type=int, default=512)
-    steps.add_argument("--attention", choices=("16", "searched"), default="searched")
-    steps.add_argument("--device", default="cpu")
-    steps.add_argument("--threads", type=int, default=1)
-    steps.add_argument("--repeats", type=int, default=3)
-    steps.add_argument("--rounds", type=int, default=7)
-    steps.add_argument("--out", type=Path, default=RESULTS / "moe_step.json")
     merges = verbs.add_parser("merge")
     merges.add_argument("files", type=Path, nargs="+")
     arguments = parser.parse_args()
-    return {"run": run, "step": step, "merge": merge}[arguments.verb](arguments)
+    return {"run": run, "merge": merge}[arguments.verb](arguments)
 
 
 if __name__ == "__main__":

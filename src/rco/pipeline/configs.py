@@ -326,8 +326,8 @@ class ComparePruneConfig(PruneConfig):
         panel="Comparison",
         least=1,
     )
-    workers: int = setting(1, help="Processes that run searches at the same time.", panel="Machine")
-    threads: int = setting(1, help="Threads of each process.", panel="Machine")
+    workers: int = setting(1, help="Processes that run searches at the same time.", panel="Machine", least=1)
+    threads: int = setting(1, help="Threads of each process.", panel="Machine", least=1)
 
     def identity(self) -> dict[str, Any]:
         """As for a run; more seeds or methods may be added to a comparison later."""
