@@ -152,7 +152,8 @@ def experts():
             f"{row['ratio']:.2f} ({row['model']}, {row['length']} tokens)" for row in step["rows"]
         )
         lines += [
-            f"A search step takes {ratios} times a plain forward and backward pass in the same process (`python benchmarks/moe_step.py`).",
+            f"A search step takes {ratios} times a plain forward and backward pass in the same process",
+            "(`python benchmarks/moe_step.py`).",
             "",
         ]
     return lines
