@@ -4,11 +4,12 @@ python benchmarks/readme_tables.py
 """
 
 import json
+import math
 import re
 import statistics
 from pathlib import Path
 
-from rco.pipeline.compare_tables import markdown
+from rco.pipeline.compare_tables import markdown, summarise
 from rco.studies.ablation_report import recommendation_table
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +26,9 @@ def budgets_of(data):
 
 
 def compare_command(data):
+    """The command as it was run; where that was not noted, the shortest that measures the same."""
+    if "command" in data:
+        return data["command"]
     seeds = max(row["seeds"] for row in data["rows"])
     return f"rco compare quantize tiny-llama --bits {','.join(budgets_of(data))} --seeds {seeds}"
 
@@ -91,14 +95,45 @@ def long_comparison():
     data = load("compare_quantize")
     if data is None:
         return []
-    text = markdown(data["rows"], data).split("\n", 2)[2]  # the document has a title of its own
+    rows = summarise(data["entries"], data["full_model"])
+    text = markdown(rows, data).split("\n", 2)[2]  # the document has a title of its own
     machine = data["environment"]
     gpus = f", {', '.join(machine['gpu'])}" if machine.get("gpu") else ""
     return [
         f"`{compare_command(data)}`, {machine['time'][:10]}, {machine['cpu']}, {machine['cpu_count']} cores{gpus}, "
-        f"torch {machine['torch']}.",
+        f"torch {machine['torch']}.{' ' + data['note'] if 'note' in data else ''}",
         "",
+        *verdict(rows),
         *text.strip().splitlines(),
+        "",
+    ]
+
+
+def verdict(rows):
+    """Where RCO stands among methods that are not RCO themselves, in one table."""
+    found = {(row["budget"], row["method"]): row for row in rows}
+    budgets = [budget for budget in dict.fromkeys(row["budget"] for row in rows) if (budget, "rco") in found]
+    lines = []
+    for budget in budgets:
+        mine = found[budget, "rco"]
+        others = [row for row in rows if row["budget"] == budget and not row["method"].startswith("rco")]
+        if not others:
+            continue
+        best = min(others, key=lambda row: row["kl"])
+        error = math.hypot(*(row["kl_std"] / math.sqrt(row["seeds"]) for row in (mine, best)))
+        cells = [budget, f"`{best['method']}`", f"{best['kl'] - mine['kl']:+.5f} ± {error:.5f}"]
+        for numerator, denominator, key in (("rco@0.1", "evopress", "kl"), ("rco", "rco-plain", "kl_std")):
+            pair = [found.get((budget, name)) for name in (numerator, denominator)]
+            known = all(pair) and pair[1][key] > 0
+            cells.append(f"{pair[0][key] / pair[1][key]:.3f}" if known else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    if not lines:
+        return []
+    return [
+        "| bits | best method other than RCO | its mean KL less RCO's, ± standard error "
+        "| KL of `rco@0.1` / `evopress` | spread over seeds, `rco` / `rco-plain` |",
+        "|---|---|---:|---:|---:|",
+        *lines,
         "",
     ]
 

@@ -1,7 +1,8 @@
 """Table 2, section 4.3: Qwen3-8B at 2.25 to 4 bits, three settings of RCO beside EvoPress, IMPQ and HIGGS.
 
 Settings from the paper: GPTQ at 2 to 8 bits, 256 FineWeb-Edu sequences of 2048 tokens, perplexity on 131k tokens of
-FineWeb-Edu and C4. The group size is not stated there; 128 is what its other quantization table uses.
+FineWeb-Edu and C4. The group size is not stated there; 128 is what its other quantization table uses. The baselines
+start from nothing (--prior uniform); RCO's prior is its own.
 """
 
 import sys
@@ -13,9 +14,9 @@ METHODS = {
     "RCO g=4 T=200": "--searcher rco --samples 4 --steps 200 --lr 0.1 --tau 1.0 0.01",
     "RCO g=32 T=50": "--searcher rco --samples 32 --steps 50 --lr 0.1 --tau 1.0 0.01",
     "RCO g=16 T=200": "--searcher rco --samples 16 --steps 200 --lr 0.1 --tau 1.0 0.01",
-    "EvoPress": "--searcher evopress",
-    "IMPQ": "--searcher impq",
-    "HIGGS": "--searcher higgs",
+    "EvoPress": "--searcher evopress --prior uniform",
+    "IMPQ": "--searcher impq --prior uniform",
+    "HIGGS": "--searcher higgs --prior uniform",
 }
 # One store of candidates for all rows.
 COMMON = (

@@ -109,10 +109,18 @@ def test_stages_in_tokens():
     problem = random_problem(0, 6, 3)
     settings = {"generations": 1, "offspring": 4, "initial": 2, "survivors": (2, 1)}
     searcher = EvoPress(**settings, tokens_per_stage=(512, 2049))
-    with pytest.raises(ValueError, match="tokens_per_batch"):
-        searcher.search(problem, objective)
+    assert searcher.search(problem, objective).settings["stage_batches"] == [1, 2]  # batches of 2,048
     objective.tokens_per_batch = 512
     assert searcher.search(problem, objective).settings["stage_batches"] == [1, 5]
+    counted = EvoPress(**settings, batches_per_stage=(2, 3))
+    assert counted.search(problem, objective).settings["stage_batches"] == [2, 3]
+
+
+@pytest.mark.parametrize(("length", "batches"), [(2048, [1, 8, 64]), (512, [4, 32, 256]), (4096, [1, 4, 32])])
+def test_stages_are_the_published_tokens_whatever_a_batch_holds(length, batches):
+    objective = QuadraticObjective(6, 3, num_batches=300)
+    objective.tokens_per_batch = length
+    assert EvoPress().stage_batches(Evaluator(objective)) == batches
 
 
 @pytest.mark.parametrize("evaluations", [300, 1000, 5000, 60_000])

@@ -88,6 +88,22 @@ def test_resumed_equals_uninterrupted(name, tmp_path):
         assert without_time(resumed) == without_time(whole)
 
 
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_what_a_search_would_answer_on_its_way(name):
+    """Every method has an any-time answer within the budget, and asking for it changes nothing."""
+    answers = []
+    whole = make(name).search(PROBLEM, Watched())
+    asked = make(name).search(
+        PROBLEM, Watched(), on_incumbent=lambda record, incumbent: answers.append((record.step, incumbent()))
+    )
+    assert without_time(asked) == without_time(whole)
+    assert [step for step, _ in answers] == list(range(1, len(whole.history) + 1))
+    assert all(PROBLEM.is_feasible(choices) for _, choices in answers)
+    first = next(iter(whole.candidates))
+    if whole.chosen_from == first:
+        assert answers[-1][1].tolist() == whole.allocation.tolist()
+
+
 def test_resume_refuses_another_search():
     states = []
     make("random").search(PROBLEM, Watched(), on_checkpoint=states.append)

@@ -2,12 +2,16 @@
 
 import csv
 import json
+import os
 
 import pytest
 
 from rco import tables
+from rco.pipeline import compare
+from rco.pipeline.compare import fitting_workers
 from rco.pipeline.compare_configs import CompareQuantizeConfig
 from rco.pipeline.entrants import Allowance, Entrant
+from rco.pipeline.estimate import Estimate
 
 LENGTH, BATCHES = 16, 150
 SMALL = [
@@ -23,6 +27,7 @@ SMALL += [
     "--group-size=8",
     "--sweeps=0",
     f"--allowance=tokens={LENGTH * BATCHES}",
+    "--workers=1",
     "--quiet",
 ]
 
@@ -53,7 +58,14 @@ def test_all_default_methods_at_equal_tokens_in_one_table(run, tmp_path, random_
     assert entries["rco"]["backward_tokens"] > 0
     assert entries["rco-plain"]["candidates"].keys() == {"final"}
     assert entries["impq"]["settings"]["pair"] == [0, 2]
-    assert entries["rco"]["curve"][-1] == [entries["rco"]["tokens"], entries["rco"]["kl"]]
+    for label, entry in entries.items():
+        tokens = [point[0] for point in entry["curve"]]
+        assert tokens == sorted(set(tokens))
+        assert entry["curve"][-1] == [entry["tokens"], entry["kl"]]
+        # Rules that are nothing but a table or an order have no way to their answer.
+        rules = ("fisher", "fisher-pooled", "output-error", "uniform", "uniform-fill", "uniform-random-fill")
+        # Within so few tokens the first step of these is the whole search.
+        assert len(tokens) > 1 or label in (*rules, "one-at-a-time", "higgs", "rco@0.1"), label
     table = (out / "comparison.md").read_text()
     assert table.count("\n| ") == len(methods) + 1
     rows = list(csv.DictReader((out / "comparison.csv").read_text().splitlines()))
@@ -85,7 +97,7 @@ def test_more_budgets_and_seeds_are_added_in_parallel_processes(run, tmp_path, r
     lines = [{"context": "a b", "choices": [" c", " hh"], "label": k % 2} for k in range(4)]
     tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
     base += ["--methods=rco,uniform,evopress+prior", "--no-curves", "--tasks", tasks]
-    sweep = ["--sweep=3"]
+    sweep = ["--sweep", "--sweep-budgets=3"]
     assert run(*base, "--bits=2.5", "--seeds=1")[0] == 0
     before = entries_of(out)
     code, printed, told = run(
@@ -126,6 +138,10 @@ def test_bad_requests_are_refused_before_any_work(run, tmp_path, random_llama):
         (["--bits=2.5", "--methods=rco@2"], "share of the tokens"),
         (["--bits=2.5", "--allowance=hours=3"], "tokens=NUMBER"),
         (["--methods=rco"], "one kind of budget"),
+        (["--bits=2.5", "--sweep"], "two different budgets"),
+        (["--bits=2.5,many", "--sweep"], "many"),
+        (["--size=1GB", "--sweep"], "--sweep needs --bits"),
+        (["--bits=2.5,3.0", "--sweep", "--sweep-budgets=1"], "--sweep-budgets must be at least 2"),
         (["--bits=2.5,1.5", "--methods=rco"], "must lie between"),
     ):
         code, _, told = run(*base, *arguments)
@@ -134,7 +150,40 @@ def test_bad_requests_are_refused_before_any_work(run, tmp_path, random_llama):
     code, printed, _ = run(*base, "--bits=2.5,3.0", "--methods=rco,uniform", "--seeds=2", "--dry-run")
     assert code == 0
     assert "would run 6 searches" in printed
+    asked = [
+        "--methods",
+        "rco,evopress,impq,higgs,uniform",
+        "--seeds",
+        "5",
+        "--allowance",
+        "tokens=5e5",
+        "--sweep",
+    ]
+    code, printed, _ = run(*base, "--bits", "2.25,2.5,3.0,3.5,4.0", *asked, "--dry-run")
+    assert code == 0
+    # Four methods at five seeds and a fixed rule at five budgets, and one sweep per seed.
+    assert f"would run {5 * (4 * 5 + 1) + 5} searches, at most 500,000 tokens each" in printed
     assert not (tmp_path / "none").exists()
+
+
+def test_the_budgets_of_a_sweep_are_exact_and_named_as_listed():
+    config = CompareQuantizeConfig(model="any", bits="4.00,2.25,5/2", sweep=True, sweep_budgets=8)
+    assert config.front() == ["2.25", "5/2", "2.75", "3", "3.25", "3.5", "3.75", "4.00"]
+    thirds = CompareQuantizeConfig(model="any", bits="2,3", sweep=True, sweep_budgets=4)
+    assert thirds.front() == ["2", "2.3333", "2.6667", "3"]
+
+
+def test_processes_follow_cores_and_memory(monkeypatch):
+    def workers(memory=2**20, threads=1, **arguments):
+        return fitting_workers(Estimate(memory, 0, 0, 0, 1.0, **arguments), threads)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(compare, "_free_memory", lambda: 10 * 2**30)
+    assert (workers(), workers(threads=3), workers(threads=16)) == (8, 2, 1)
+    assert (workers(4 * 2**30), workers(40 * 2**30)) == (2, 1)
+    assert workers(on_gpu=True) == 1
+    monkeypatch.setattr(compare, "_free_memory", lambda: None)
+    assert workers(40 * 2**30) == 8
 
 
 def test_allowances():

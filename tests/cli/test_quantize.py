@@ -231,3 +231,29 @@ def test_options_of_the_search(run, tmp_path, random_llama, texts, options):
     assert metrics["budget"]["used_units"] <= metrics["budget"]["budget_units"]
     assert result["loss"] <= min(result["candidates"].values())
     assert ("prior" in result["candidates"]) == (options != ["--prior=uniform"])
+
+
+def test_impq_chooses_between_the_widths_of_its_paper(run, tmp_path, random_llama, texts):
+    small = [
+        "--bits=3",
+        "--widths=2,3,4,8",
+        "--group-size=8",
+        "--method=rtn",
+        "--format=none",
+        "--prior=uniform",
+    ]
+    code, _, err = run(
+        "quantize",
+        random_llama,
+        "--data",
+        texts,
+        *QUICK,
+        *small,
+        "--searcher=impq",
+        "--out",
+        tmp_path / "run",
+    )
+    assert code == 0, err
+    result = json.loads((tmp_path / "run" / "allocation.json").read_text())
+    assert result["settings"]["pair"] == [0, 2]
+    assert result["candidates"].keys() == {"impq", "uniform"}

@@ -157,7 +157,7 @@ def test_incumbents_are_feasible_and_end_at_the_final_knapsack():
     problem = random_problem(3, 8, 3)
     seen = []
     result = rco.RCO(steps=8, samples=2, choose=False, refine=0).search(
-        problem, Many(), on_incumbent=lambda record, choices: seen.append((record.step, choices))
+        problem, Many(), on_incumbent=lambda record, incumbent: seen.append((record.step, incumbent()))
     )
     assert [step for step, _ in seen] == list(range(1, 9))
     assert all(problem.is_feasible(choices) for _, choices in seen)

@@ -182,7 +182,7 @@ class EvoESAP(Evolution):
     generations: int | None = 50
     offspring: int = 32
     survivors: tuple[int, ...] = (8, 2, 1)
-    batches_per_stage: tuple[int, ...] = (1, 4, 16)
+    batches_per_stage: tuple[int, ...] | None = (1, 4, 16)
     initial: int = 32
     fitness: Literal["loss", "acceptance"] = "loss"
     blocks: tuple[Any, ...] | None = None

@@ -24,6 +24,7 @@ __all__ = ["Evolution", "EvolutionProcess"]
 
 # A mutation that cannot be completed is drawn anew this often before the parent counts as stuck.
 _TRIES = 32
+_BATCH = 2048  # tokens of a batch that does not say
 _INITIAL, _OFFSPRING, _BATCHES = range(3)
 
 
@@ -35,9 +36,9 @@ class Evolution(BudgetedSearch):
         generations: Rounds of mutation and selection after the initial choice; None: until the allowance ends.
         offspring: Mutants of the parent per generation.
         survivors: How many each stage of a generation keeps; the last keeps one, with the parent in the contest.
-        batches_per_stage: Batches that each stage evaluates its contestants on, at most all there are.
-        tokens_per_stage: The same in tokens, for objectives that know ``tokens_per_batch``; overrides
-            ``batches_per_stage``.
+        tokens_per_stage: Tokens that each stage evaluates its contestants on, in whole batches, at most all there
+            are. Batches of an objective that does not say how many tokens they hold are taken to be of 2,048.
+        batches_per_stage: The same in batches; overrides ``tokens_per_stage``.
         initial: Random starting allocations, of which the best on the first stage's batches becomes the parent.
         mutations: Most elementary mutations per offspring; the number is the smaller of two uniform draws.
     """
@@ -45,8 +46,8 @@ class Evolution(BudgetedSearch):
     generations: int | None = 100
     offspring: int = 128
     survivors: tuple[int, ...] = (16, 4, 1)
-    batches_per_stage: tuple[int, ...] = (1, 8, 64)
-    tokens_per_stage: tuple[int, ...] | None = None
+    tokens_per_stage: tuple[int, ...] = (2048, 16384, 131072)
+    batches_per_stage: tuple[int, ...] | None = None
     initial: int = 128
     mutations: int = 3
 
@@ -54,12 +55,12 @@ class Evolution(BudgetedSearch):
         super().__post_init__()
         self.require(generations=0, offspring=1, initial=1, mutations=1)
         self.require_end("generations")
-        stages = self.batches_per_stage if self.tokens_per_stage is None else self.tokens_per_stage
+        stages = self.tokens_per_stage if self.batches_per_stage is None else self.batches_per_stage
         if not self.survivors or self.survivors[-1] != 1 or min(self.survivors) < 1:
             raise ValueError(f"survivors must be positive and end with 1, got {self.survivors}.")
         if len(stages) != len(self.survivors) or min(stages) < 1:
             raise ValueError(
-                f"There must be one positive number of batches (or tokens) for each of the {len(self.survivors)} "
+                f"There must be one positive number of tokens (or batches) for each of the {len(self.survivors)} "
                 f"stages, got {stages}."
             )
 
@@ -71,10 +72,10 @@ class Evolution(BudgetedSearch):
         survivors and batches shrink together, the first stage stays at one batch.
         """
         default: dict[str, Any] = {f.name: f.default for f in fields(cls)}
+        stages = default["batches_per_stage"] or [tokens // _BATCH for tokens in default["tokens_per_stage"]]
         for shrink in (2.0**-k for k in np.arange(0.0, 6.0, 0.25)):
             offspring = max(4, round(default["offspring"] * shrink))
             survivors = tuple(max(1, round(count * shrink)) for count in default["survivors"])
-            stages = default["batches_per_stage"]
             batches = tuple(max(2**k, round(count * shrink)) for k, count in enumerate(stages))
             contestants, cost = offspring, 0
             for stage, (kept, count) in enumerate(zip(survivors, batches, strict=True)):
@@ -92,13 +93,9 @@ class Evolution(BudgetedSearch):
     def stage_batches(self, evaluator: Evaluator) -> list[int]:
         """Batches per stage, at most all."""
         objective, counts = evaluator.objective, self.batches_per_stage
-        if self.tokens_per_stage is not None:
-            if not isinstance(objective, HasTokens):
-                raise ValueError(
-                    "tokens_per_stage needs an objective that knows tokens_per_batch, which "
-                    f"{type(objective).__name__} does not; give batches_per_stage instead."
-                )
-            counts = tuple(-(-tokens // objective.tokens_per_batch) for tokens in self.tokens_per_stage)
+        if counts is None:
+            held = objective.tokens_per_batch if isinstance(objective, HasTokens) else _BATCH
+            counts = tuple(-(-tokens // held) for tokens in self.tokens_per_stage)
         return [min(count, objective.num_batches) for count in counts]
 
 

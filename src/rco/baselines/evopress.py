@@ -141,7 +141,7 @@ class EvoPress(Evolution):
     """Evolutionary search over the true loss, with mutations that keep the budget.
 
     The defaults are its recommended ones for widths as we remember them (not read again for this package): 128
-    offspring, of which 16, 4 and 1 survive on 2,048, 16,384 and 131,072 tokens (here 1, 8 and 64 batches of 2,048).
+    offspring, of which 16, 4 and 1 survive on 2,048, 16,384 and 131,072 tokens.
     100 generations is the search budget that the RCO paper quotes from its authors. Under a small allowance
     :meth:`scaled_to` gives the same shape in small.
 

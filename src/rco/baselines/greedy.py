@@ -181,8 +181,11 @@ class _GreedyDown(_Greedy):
         return False  # the budget must be met, whatever it costs
 
     def propose(self, candidates: Candidates) -> None:
+        walked = self.choices, self.gain
+        self.choices, self.gain = self.choices.copy(), self.gain.copy()
         self._finish_unmeasured()
         super().propose(candidates)
+        self.choices, self.gain = walked  # from where the search may go on
 
     def _finish_unmeasured(self) -> None:
         """Where the allowance ran out on the way: go on with the last known figures, unknown ones after them."""

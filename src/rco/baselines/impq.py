@@ -221,6 +221,7 @@ class _IMPQ(Process):
         values = np.zeros((self.problem.num_groups, self.problem.num_options))
         values[self.switches, self.low[self.switches]] = -surrogate.shapley
         choices = self._solve(surrogate)
+        self.notes.pop("milp_replaced_by", None)
         if choices is None or not self.problem.is_feasible(choices):
             # No solution in time, or one that is over budget within the solver's tolerance: the Shapley values'
             # own knapsack, which is exact, and the result says so.

@@ -62,7 +62,7 @@ def _show(outcome: Comparison, as_json: bool) -> None:
 
     from rco.pipeline.compare_tables import table_columns
 
-    budgets, columns = {row["budget"] for row in outcome.rows}, table_columns(outcome.rows)
+    budgets, columns = {row["budget"] for row in outcome.rows}, table_columns(outcome.rows, corpora=False)
     if len(budgets) > 1:
         columns.insert(0, ("budget", lambda row: str(row["budget"])))
     title = None if len(budgets) > 1 else budgets.pop()
@@ -84,9 +84,9 @@ def _show(outcome: Comparison, as_json: bool) -> None:
 def _quantize(config: CompareQuantizeConfig, switches: Switches) -> None:
     """Compare ways of choosing widths: the same candidates, tokens and evaluation, several seeds.
 
-    rco compare quantize tiny-llama --bits 2.5 --seeds 1 --workers 2
+    rco compare quantize tiny-llama --bits 2.5 --seeds 1
 
-    rco compare quantize MODEL --bits 2.25,2.5,3.0 --methods rco,rco@0.1,evopress,higgs --allowance tokens=5e6
+    rco compare quantize MODEL --bits 2.25,2.5,4.0 --methods rco,evopress,higgs --allowance tokens=5e6 --sweep
     """
     from rco.cli.progress import make_progress
     from rco.pipeline.compare_quantize import QuantizeContest, compare_quantization, list_jobs

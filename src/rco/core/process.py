@@ -39,7 +39,8 @@ _STATE_VERSION = 2
 _OPEN_END = 10**9
 _ALLOWANCE = ("max_evaluations", "max_seconds")  # may change when a search is resumed
 
-OnIncumbent = Callable[[StepRecord, np.ndarray], None]
+# The allocation is worked out when it is asked for, which may take a knapsack or more.
+OnIncumbent = Callable[[StepRecord, Callable[[], np.ndarray | None]], None]
 
 
 def checked_table(table: Any, problem: AllocationProblem, name: str) -> np.ndarray:
@@ -123,11 +124,13 @@ class Process(ABC):
 
     @abstractmethod
     def propose(self, candidates: Candidates) -> None:
-        """Hand over what was found."""
+        """Hand over what was found, the method's own answer first; the search can go on afterwards."""
 
     def incumbent(self) -> np.ndarray | None:
-        """The allocation that would be handed over now, where that is cheap to say."""
-        return None
+        """The method's own answer if it ended now; None while it has none."""
+        candidates = Candidates(self.problem, self.evaluator)
+        self.propose(candidates)
+        return next(iter(candidates.choices.values()), None)
 
     def describe(self) -> dict[str, Any]:
         """What a step's record says beside its loss and its counts."""
@@ -240,8 +243,8 @@ class BudgetedSearch(ABC):
             prior: (N, K) scores, higher is better.
             on_step: Called with a record after every step.
             on_checkpoint: Called after every step with a state that ``resume`` accepts.
-            on_incumbent: Called after every step with its record and the allocation that the search would return
-                if it ended there, for methods that have one.
+            on_incumbent: Called after every step with its record and a function that says what the method would
+                propose if it ended there, or None if it has nothing yet.
             resume: A state from ``on_checkpoint``; the search goes on to the result it would have reached. The
                 allowance may differ, nothing else.
         """
@@ -253,8 +256,8 @@ class BudgetedSearch(ABC):
                 on_checkpoint(run.state())
             if on_step is not None:
                 on_step(record)
-            if on_incumbent is not None and (choices := run.process.incumbent()) is not None:
-                on_incumbent(record, choices)
+            if on_incumbent is not None:
+                on_incumbent(record, run.process.incumbent)
         return run.conclude(on_step)
 
 

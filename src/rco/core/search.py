@@ -24,8 +24,8 @@ from torch import Tensor
 from rco.core.evaluation import Evaluator
 from rco.core.measured import MeasuredLosses
 from rco.core.problem import AllocationProblem
-from rco.core.process import BudgetedSearch, Process, knapsack, sampled_choices
-from rco.core.refine import Candidates, SampleTracker, refine, spend
+from rco.core.process import BudgetedSearch, Process, sampled_choices
+from rco.core.refine import Candidates, SampleTracker, refine
 from rco.core.relaxation import batch_order, expected_cost, gumbel_noise, straight_through, temperature
 from rco.core.result import SearchResult, StepRecord
 from rco.core.walker import ManifoldWalker, Walker
@@ -308,12 +308,6 @@ class GumbelProcess(Process):
 
     def _log_p(self, logits: Tensor) -> Tensor:
         return torch.log_softmax(logits.detach() + self.problem.log_allowed, dim=-1)
-
-    def incumbent(self) -> np.ndarray:
-        """The exact knapsack of the present logits, spent where that is right."""
-        values = self._log_p(self.walker.logits).numpy()
-        choices = knapsack(values, self.problem)
-        return spend(self.problem, choices, values) if self.problem.monotone else choices
 
     def propose(self, candidates: Candidates) -> None:
         """Line 16 of Algorithm 1, and what else the loop has learned."""

@@ -203,14 +203,16 @@ def search_stage(
     run: RunDirectory,
     progress: Progress,
     known: Mapping[str, Any] | None = None,
+    own: Mapping[str, Any] | None = None,
 ) -> SearchResult:
     """The run's result: searched for, or read if the search is done.
 
-    ``known`` are attributes that the objective gets: what a method reads of the model beside its loss.
+    ``known`` are attributes that the objective gets: what a method reads of the model beside its loss. ``own`` are
+    settings for whichever method has them.
     """
     if run.finished:
         return run.result
-    searcher = make_searcher(config.searcher, search_settings(config))
+    searcher = make_searcher(config.searcher, {**search_settings(config), **(own or {})})
     device = planned.loaded.device
     with timed(run, "search"), shared_objective(planned, data) as objective:
         for name, value in (known or {}).items():

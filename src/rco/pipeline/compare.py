@@ -6,19 +6,23 @@ each kind of compression makes its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rco.pipeline.compare_tables import Draw, write_comparison
+from rco.pipeline.estimate import Estimate
 from rco.pipeline.jobs import Named, Worker, run_jobs
 from rco.pipeline.progress import Progress
 from rco.runs import RunDirectory
 
-__all__ = ["Comparison", "parse_methods", "run_comparison", "seeds_of"]
+__all__ = ["Comparison", "fitting_workers", "parse_methods", "run_comparison", "seeds_of"]
 
 Argument = TypeVar("Argument")
+
+_PROCESS = 2**29  # bytes that Python and torch take before there is a model
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,27 @@ def seeds_of(first: int, count: int) -> list[int]:
     return list(range(first, first + count))
 
 
+def fitting_workers(expected: Estimate, threads: int) -> int:
+    """Processes that the cores and the free memory of this machine hold; one on a GPU."""
+    if expected.on_gpu:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    fitting, free = cores // threads, _free_memory()
+    if free is not None:
+        fitting = min(fitting, free // (expected.memory + _PROCESS))
+    return max(1, fitting)
+
+
+def _free_memory() -> int | None:
+    """Bytes that a new process may use, where the system says so."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    told = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(told[0]) if told else None
+
+
 def run_comparison(
     run: RunDirectory,
     jobs: Sequence[Named],
@@ -79,8 +104,8 @@ def run_comparison(
     progress: Progress,
     *,
     draw: Draw,
-    workers: int = 1,
-    threads: int = 1,
+    workers: int,
+    threads: int,
     here: Worker | None = None,
 ) -> Comparison:
     """Run what the folder does not hold yet, then write the tables and the plots.

@@ -8,6 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from rco.backends.base import Budget
 from rco.pipeline.configs import QuantizeConfig
 from rco.settings import setting
 
@@ -33,13 +34,13 @@ class CompareQuantizeConfig(QuantizeConfig):
         "default: the tokens that rco takes.",
         panel="Comparison",
     )
-    sweep: int = setting(
-        0,
-        help="Also draw a front: rco at this many budgets from the lowest to the highest of --bits, each search "
-        "started from the one before, with a quarter of the allowance; 0: none.",
+    sweep: bool = setting(
+        False,
+        help="Also draw a front: rco at --sweep-budgets budgets from the lowest to the highest of --bits, each "
+        "search started from the one before, with a quarter of the allowance.",
         panel="Comparison",
-        least=0,
     )
+    sweep_budgets: int = setting(9, help="Budgets of --sweep.", panel="Comparison", least=2)
     curves: bool = setting(
         True, help="Judge each search on its way, too, with the first seed.", panel="Comparison"
     )
@@ -47,26 +48,34 @@ class CompareQuantizeConfig(QuantizeConfig):
         None, help="Tasks to measure, too: JSONL files or lm-eval names, comma-separated.", panel="Comparison"
     )
     limit: int | None = setting(None, help="Items per task.", panel="Comparison", least=1)
-    workers: int = setting(1, help="Processes that run searches at the same time.", panel="Machine", least=1)
+    workers: int | None = setting(
+        None,
+        help="Processes that run searches at the same time; default: as cores and memory allow, one on a GPU.",
+        panel="Machine",
+        least=1,
+    )
     threads: int = setting(1, help="Threads of each process.", panel="Machine", least=1)
 
     def budget_list(self) -> list[str]:
         """The budgets, as they were written."""
         return [part.strip() for part in (self._budget()[1] or "").split(",") if part.strip()]
 
-    def sweep_budgets(self) -> list[str]:
-        """Budgets at equal distances, exact decimals, from the lowest to the highest."""
-        if self.sweep < 2 or self.bits is None:
-            raise ValueError(f"--sweep needs --bits and at least 2 budgets, got {self.sweep}.")
-        ends = [Decimal(part) for part in self.budget_list()]
+    def front(self) -> list[str]:
+        """The budgets of a sweep at equal distances, exact decimals, from the lowest to the highest."""
+        if self.bits is None:
+            raise ValueError(
+                "--sweep needs --bits with the lowest and the highest budget, such as --bits 2.25,4.0."
+            )
+        ends = [Budget.parse(bits=part).amount for part in self.budget_list()]
         low, high = min(ends), max(ends)
         if low == high:
             raise ValueError(f"--sweep needs two different budgets in --bits, got {self.bits}.")
-        steps = [low + (high - low) * k / (self.sweep - 1) for k in range(self.sweep)]
-        exact = [step.quantize(Decimal("0.0001")).normalize() for step in steps]
+        steps = [low + (high - low) * k / (self.sweep_budgets - 1) for k in range(self.sweep_budgets)]
         # One that is also listed is written as it is there, so that both come under one heading.
         listed = dict(zip(ends, self.budget_list(), strict=True))
-        return [listed.get(step, f"{step:f}") for step in exact]
+        return [
+            listed.get(step) or f"{Decimal(round(step * 10**4)).scaleb(-4).normalize():f}" for step in steps
+        ]
 
     def _budget(self) -> tuple[str, str | None]:
         named = [(kind, text) for kind, text in self.budgets().items() if text is not None]
@@ -98,6 +107,7 @@ class CompareQuantizeConfig(QuantizeConfig):
             "format",
             "store",
             "sweep",
+            "sweep_budgets",
             "curves",
             "workers",
             "threads",

@@ -16,7 +16,7 @@ from rco.core.result import SearchResult
 from rco.core.search import MOST_CANDIDATES, GumbelSearch
 from rco.data.calibration import CalibrationSet, DataSplits
 from rco.pipeline.common import build_data, make_searcher, open_run, run_folder, search_settings, slug
-from rco.pipeline.compare import Comparison, parse_methods, run_comparison, seeds_of
+from rco.pipeline.compare import Comparison, fitting_workers, parse_methods, run_comparison, seeds_of
 from rco.pipeline.compare_figures import draw_divergence
 from rco.pipeline.configs import ComparePruneConfig
 from rco.pipeline.judge import Judge
@@ -233,7 +233,7 @@ def compare_pruning(config: ComparePruneConfig, progress: Progress | None = None
             describe,
             progress,
             draw=draw_divergence,
-            workers=config.workers,
+            workers=config.workers or fitting_workers(planned.estimate, config.threads),
             threads=config.threads,
             here=contest,
         )

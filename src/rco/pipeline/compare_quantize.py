@@ -31,7 +31,7 @@ from rco.core.result import SearchResult, StepRecord
 from rco.core.search import MOST_CANDIDATES
 from rco.folders import make_folder, write_tensors_atomic
 from rco.pipeline.common import build_data, open_run, slug
-from rco.pipeline.compare import Comparison, parse_methods, run_comparison, seeds_of
+from rco.pipeline.compare import Comparison, fitting_workers, parse_methods, run_comparison, seeds_of
 from rco.pipeline.compare_configs import CompareQuantizeConfig
 from rco.pipeline.compare_figures import draw_comparison
 from rco.pipeline.configs import QuantizeConfig
@@ -39,7 +39,7 @@ from rco.pipeline.entrants import FIXED, Allowance, Entrant
 from rco.pipeline.evaluate import measure_tasks, read_tasks
 from rco.pipeline.judge import Judge
 from rco.pipeline.progress import Progress, Silent
-from rco.pipeline.quantize import plan_quantization
+from rco.pipeline.quantize import impq_pair, plan_quantization
 
 __all__ = [
     "QuantizeContest",
@@ -51,10 +51,8 @@ __all__ = [
 
 # Most of an allowance that goes into the gradients behind the prior.
 _PRIOR_SHARE = 0.25
-_CURVE_SHARES = (1 / 16, 1 / 4)  # of the allowance, after which the present best is judged; and at the end
+_CURVE_SHARES = (1 / 16, 1 / 4)  # of the allowance, after which the present answer is judged; and at the end
 _SWEEP_SHARE = 0.25  # of the allowance, for each budget of a sweep
-# IMPQ's two widths, as in its paper, where the budget lies between them.
-_IMPQ_WIDTHS = (2, 4)
 
 
 @dataclass(frozen=True)
@@ -141,8 +139,8 @@ class QuantizeContest:
     def measure(self, job: QuantizeJob, before: np.ndarray | None = None) -> dict[str, Any]:
         """Search, then judge what was found; ``before`` is an allocation to start from."""
         problem = self.backend.problem(budget_of(self.config.single(job.budget)))
-        curve: dict[int, np.ndarray] = {}
-        result, prepared = self._search(job, problem, curve if job.curve else None, before)
+        curve = _Curve(job.share, self.allowance) if job.curve else None
+        result, prepared = self._search(job, problem, curve, before)
         spent = result.forwards + 2 * result.backwards
         row = self.judge.row(job.label, result.allocation, problem)
         keys = ("kl", "kl_error", "perplexity", "perplexity_error", "by_domain", "bits", "within_budget")
@@ -163,14 +161,13 @@ class QuantizeContest:
             "settings": json.loads(json.dumps(result.settings, default=str)),
             "choices": result.allocation.tolist(),
         }
-        if curve:
-            entry["curve"] = [
-                [
-                    (evaluations + prepared.evaluations) * self.tokens_per_batch,
-                    self.judge.row(job.label, problem.allocation(choices), problem)["kl"],
-                ]
-                for evaluations, choices in sorted(curve.items())
-            ] + [[entry["tokens"], entry["kl"]]]
+        if curve is not None:
+            points = [
+                [tokens, self.judge.divergence(problem.allocation(choices))]
+                for tokens, choices in curve.points.items()
+                if tokens < entry["tokens"]
+            ]
+            entry["curve"] = [*points, [entry["tokens"], entry["kl"]]]
         if self.config.tasks:
             with self.backend.apply(result.allocation) as model:
                 entry["tasks"] = measure_tasks(model, self.config.tasks, self.config.limit, self.config.seed)
@@ -182,7 +179,7 @@ class QuantizeContest:
         self,
         job: QuantizeJob,
         problem: AllocationProblem,
-        curve: dict[int, np.ndarray] | None,
+        curve: _Curve | None,
         before: np.ndarray | None,
     ) -> tuple[SearchResult, _Prepared]:
         entrant = Entrant.parse(job.label)
@@ -201,7 +198,7 @@ class QuantizeContest:
                 "tau": tuple(config.tau),
                 "refine": None if config.refine else 0,
             },
-            pair=self._impq_pair(problem),
+            pair=impq_pair(self.backend.plan.widths, problem),
         )
         prior = None
         self.backend.curvature = None
@@ -213,14 +210,10 @@ class QuantizeContest:
                 prior[torch.arange(len(before)), torch.from_numpy(before)] += config.prior_strength
             self.backend.curvature = found.curvature
 
-        def on_incumbent(record: StepRecord, choices: np.ndarray) -> None:
-            if curve is None or left is None:
-                return
-            # The first incumbent after each of a few shares of the allowance.
-            spent = record.forwards + 2 * record.backwards
-            passed = [share for share in _CURVE_SHARES if spent >= left * share]
-            if len(curve) < len(passed):
-                curve[spent] = choices.copy()
+        def on_incumbent(record: StepRecord, incumbent: Callable[[], np.ndarray | None]) -> None:
+            spent = record.forwards + 2 * record.backwards + prepared.evaluations
+            if curve is not None:
+                curve.see(spent * self.tokens_per_batch, record.seconds + prepared.seconds, incumbent)
 
         with self.backend.objective(self.data.search, self.data.selection) as objective:
             if entrant.measures_fisher and prepared.differences is not None:
@@ -232,15 +225,6 @@ class QuantizeContest:
                 problem, objective, prior=prior, on_incumbent=on_incumbent if curve is not None else None
             )
         return result, prepared
-
-    def _impq_pair(self, problem: AllocationProblem) -> tuple[int, int] | None:
-        widths = self.backend.plan.widths
-        if not all(width in widths for width in _IMPQ_WIDTHS):
-            return None
-        low, high = (widths.index(width) for width in _IMPQ_WIDTHS)
-        costs = problem.unit_costs[0]
-        between = costs[:, low].sum() <= problem.unit_budgets[0] < costs[:, high].sum()
-        return (low, high) if between and problem.allowed[:, [low, high]].all() else None
 
     def _prepare_search(self, entrant: Entrant, seed: int, evaluations: int | None) -> _Prepared:
         """Sensitivities on as many sequences as the allowance should give to them."""
@@ -287,6 +271,29 @@ class QuantizeContest:
             return file.get_tensor("table"), float(file.metadata()["seconds"])
 
 
+class _Curve:
+    """What a search would have answered at a few shares of its allowance: tokens spent -> choices."""
+
+    def __init__(self, share: float, allowance: Allowance) -> None:
+        self._tokens = None if allowance.tokens is None else share * allowance.tokens
+        self._seconds = None if allowance.seconds is None else share * allowance.seconds
+        self._due = list(_CURVE_SHARES)
+        self.points: dict[int, np.ndarray] = {}
+
+    def see(self, tokens: int, seconds: float, incumbent: Callable[[], np.ndarray | None]) -> None:
+        """Note the first answer after each share, whichever of the limits is nearer."""
+        used = max(
+            0.0 if self._tokens is None else tokens / self._tokens,
+            0.0 if self._seconds is None else seconds / self._seconds,
+        )
+        if not self._due or used < self._due[0]:
+            return
+        choices = incumbent()
+        if choices is not None:
+            self.points[tokens] = choices.copy()
+            self._due = [share for share in self._due if share > used]
+
+
 @dataclass(frozen=True)
 class _Prepared:
     """What was measured before a search, and the batches and seconds that it took."""
@@ -312,7 +319,7 @@ def list_jobs(config: CompareQuantizeConfig) -> list[QuantizeJob | SweepJob]:
     jobs: list[QuantizeJob | SweepJob] = []
     for seed in seeds:
         if config.sweep:
-            jobs.append(SweepJob(tuple(config.sweep_budgets()), seed))
+            jobs.append(SweepJob(tuple(config.front()), seed))
         for budget in config.budget_list():
             for label, name, share in listed:
                 if seed == seeds[0] or name not in FIXED:
@@ -352,7 +359,7 @@ def compare_quantization(config: CompareQuantizeConfig, progress: Progress | Non
             describe,
             progress,
             draw=draw_comparison,
-            workers=config.workers,
+            workers=config.workers or fitting_workers(contest.planned.estimate, config.threads),
             threads=config.threads,
             here=contest,
         )

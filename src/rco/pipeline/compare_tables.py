@@ -84,18 +84,19 @@ def _row(entries: Sequence[Mapping[str, Any]], full: Mapping[str, Any] | None) -
         row[key] = _spread([entry[key] for entry in entries])[0]
         row[f"{key}_exact"] = exact.pop() if len(exact) == 1 else None
     for key in ("tokens", "forward_tokens", "backward_tokens", "seconds"):
-        row[key] = _spread([entry[key] for entry in entries])[0]
+        row[key], row[f"{key}_std"] = _spread([entry[key] for entry in entries])
     if full is not None:
         row["recovery"] = 100.0 * full["perplexity"] / row["perplexity"]
     for domain in entries[0]["by_domain"]:
         for key in ("kl", "perplexity"):
-            row[f"{key} {domain}"] = _spread([entry["by_domain"][domain][key] for entry in entries])[0]
+            found = [entry["by_domain"][domain][key] for entry in entries]
+            row[f"{key} {domain}"], row[f"{key} {domain}_std"] = _spread(found)
     measured = {
         task: [headline(entry["tasks"][task]) for entry in entries] for task in entries[0].get("tasks", {})
     }
     tasks = {task: values for task, values in measured.items() if None not in values}
     for task, values in tasks.items():
-        row[f"acc {task}"], row[f"acc {task} std"] = _spread([value for value in values if value is not None])
+        row[f"acc {task}"], row[f"acc {task}_std"] = _spread([value for value in values if value is not None])
     known = (full or {}).get("tasks", {})
     share = recovery(
         {task: {"acc": row[f"acc {task}"]} for task in tasks},
@@ -110,32 +111,42 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def table_columns(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Callable[[Mapping[str, Any]], str]]]:
-    """Heading of every column that people read, and how its cell is written."""
+def table_columns(
+    rows: Sequence[Mapping[str, Any]], corpora: bool = True
+) -> list[tuple[str, Callable[[Mapping[str, Any]], str]]]:
+    """Heading of every column that people read, and how its cell is written.
 
-    def plus_minus(key: str, digits: int) -> Callable[[Mapping[str, Any]], str]:
+    Args:
+        rows: As :func:`summarise` makes them.
+        corpora: With the perplexity on each corpus, where there are several.
+    """
+
+    def plus_minus(key: str, digits: int, unit: float = 1.0) -> Callable[[Mapping[str, Any]], str]:
         def text(row: Mapping[str, Any]) -> str:
-            spread = f" ± {row[f'{key}_std']:.{digits}f}" if row["seeds"] > 1 else ""  # one seed has none
-            return f"{row[key]:.{digits}f}{spread}"
+            if key not in row:
+                return ""
+            spread = (
+                f" ± {unit * row[f'{key}_std']:.{digits}f}" if row["seeds"] > 1 else ""
+            )  # one seed has none
+            return f"{unit * row[key]:.{digits}f}{spread}"
 
         return text
 
     def amount(key: str) -> Callable[[Mapping[str, Any]], str]:
         return lambda row: row[f"{key}_exact"] or f"{row[key]:.4f}"
 
-    def percent(key: str) -> Callable[[Mapping[str, Any]], str]:
-        return lambda row: f"{100 * row[key]:.1f}"
-
     first = rows[0] if rows else {}
-    tasks = [key for key in first if key.startswith("acc ") and not key.endswith(" std")]
+    named = [key for key in first if not key.endswith("_std")]
+    domains = [key for key in named if key.startswith("perplexity ")]
     return [
         ("method", lambda row: str(row["method"])),
         ("KL to the full model", plus_minus("kl", 4)),
         ("perplexity", plus_minus("perplexity", 3)),
+        *((key, plus_minus(key, 3)) for key in domains if corpora and len(domains) > 1),
         *((name, amount(key)) for key, name in _AMOUNTS.items() if key in first),
-        *((task, percent(task)) for task in tasks),
+        *((key, plus_minus(key, 1, 100.0)) for key in named if key.startswith("acc ")),
         ("tokens", lambda row: f"{row['tokens']:,.0f}"),
-        ("seconds", lambda row: f"{row['seconds']:.0f}"),
+        ("seconds", plus_minus("seconds", 0)),
         ("seeds", lambda row: str(row["seeds"])),
     ]
 

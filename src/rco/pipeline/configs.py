@@ -326,7 +326,12 @@ class ComparePruneConfig(PruneConfig):
         panel="Comparison",
         least=1,
     )
-    workers: int = setting(1, help="Processes that run searches at the same time.", panel="Machine", least=1)
+    workers: int | None = setting(
+        None,
+        help="Processes that run searches at the same time; default: as cores and memory allow, one on a GPU.",
+        panel="Machine",
+        least=1,
+    )
     threads: int = setting(1, help="Threads of each process.", panel="Machine", least=1)
 
     def identity(self) -> dict[str, Any]:

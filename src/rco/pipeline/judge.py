@@ -45,14 +45,24 @@ class Judge:
             **self._measured[key],
         }
 
+    def divergence(self, allocation: Allocation) -> float:
+        """The KL to the full model alone."""
+        known = self._measured.get(tuple(allocation))
+        return float(known["kl"] if known is not None else self._diverge(self._states(allocation))["kl"])
+
+    def _states(self, allocation: Allocation) -> ReferenceStates:
+        with self._backend.apply(allocation):
+            return ReferenceStates.compute(self._backend.loaded, self._data, batch_size=self._batch_size)
+
+    def _diverge(self, states: ReferenceStates) -> dict[str, Any]:
+        return measure_divergence(states, self.reference, self._data, batch_size=self._batch_size)
+
     def _measure(self, allocation: Allocation | None) -> dict[str, Any]:
-        backend, reference = self._backend, self.reference
-        states = reference
+        states = self.reference
         divergence: dict[str, Any] = {"kl": 0.0, "stderr": 0.0, "domains": {}}
         if allocation is not None:
-            with backend.apply(allocation):
-                states = ReferenceStates.compute(backend.loaded, self._data, batch_size=self._batch_size)
-            divergence = measure_divergence(states, reference, self._data, batch_size=self._batch_size)
+            states = self._states(allocation)
+            divergence = self._diverge(states)
         perplexity = measure_perplexity(states, self._data, batch_size=self._batch_size)
         return {
             "kl": divergence["kl"],

@@ -24,7 +24,7 @@ from rco.backends.plan import ExpertGroups, QuantizationPlan, make_plan
 from rco.backends.quantization import QuantizationBackend
 from rco.backends.sensitivity import fisher_differences, logits_from_losses, second_order
 from rco.core.knapsack import solve_mckp
-from rco.core.problem import Allocation
+from rco.core.problem import Allocation, AllocationProblem
 from rco.core.refine import layer_order, spend, uniform_allocation
 from rco.core.result import SearchResult
 from rco.data.calibration import DataSplits
@@ -56,9 +56,11 @@ from rco.pipeline.progress import Progress, Silent
 from rco.report import build_report
 from rco.runs import RunDirectory
 
-__all__ = ["PlannedQuantization", "plan_groups", "plan_quantization", "quantize"]
+__all__ = ["PlannedQuantization", "impq_pair", "plan_groups", "plan_quantization", "quantize"]
 
 PlannedQuantization = Planned[QuantizationBackend]
+
+_IMPQ_WIDTHS = (2, 4)  # as in its paper
 
 
 def plan_quantization(
@@ -139,6 +141,16 @@ def plan_groups(
     )
 
 
+def impq_pair(widths: Sequence[int], problem: AllocationProblem) -> tuple[int, int] | None:
+    """IMPQ's own two widths where there are candidates for both and the budget lies between them."""
+    if not all(width in widths for width in _IMPQ_WIDTHS):
+        return None
+    low, high = (widths.index(width) for width in _IMPQ_WIDTHS)
+    costs = problem.unit_costs[0]
+    between = costs[:, low].sum() <= problem.unit_budgets[0] < costs[:, high].sum()
+    return (low, high) if between and problem.allowed[:, [low, high]].all() else None
+
+
 def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Outcome | None:
     """Run the whole job; with ``config.resume``, the rest of it. None on a rank that only helps rank 0."""
     progress = progress or Silent()
@@ -176,11 +188,18 @@ def _lead(
         layer_errors = _layer_errors(config, backend, data, run)
         found = second_order(backend, differences, layer_errors)
         sensitivities, backend.curvature = found.losses.numpy(), found.curvature
-        known = {}
+        known: dict[str, torch.Tensor] = {}
         if config.searcher == "mxmoe" and layer_errors is not None:
             known["layer_errors"] = layer_errors
         result = search_stage(
-            config, planned, data, lambda: _prior(config, planned, sensitivities), run, progress, known
+            config,
+            planned,
+            data,
+            lambda: _prior(config, planned, sensitivities),
+            run,
+            progress,
+            known,
+            {"pair": impq_pair(backend.plan.widths, planned.problem)},
         )
         run.update_metrics(_describe(config, planned, result, sensitivities))
         judge_all(planned, data, _allocations_to_judge(planned, result, sensitivities), result, run, progress)
