@@ -1,12 +1,14 @@
 """Fill the measured parts of the documents from the JSON files in benchmarks/results.
 
-python benchmarks/readme_tables.py
+python benchmarks/readme_tables.py            # tables
+python benchmarks/readme_tables.py --plots    # and the plots of the comparison
 """
 
 import json
 import math
 import re
 import statistics
+import sys
 from pathlib import Path
 
 from rco.pipeline.compare_tables import markdown, summarise
@@ -136,6 +138,37 @@ def verdict(rows):
         *lines,
         "",
     ]
+
+
+def plots():
+    """The plots that the command itself draws."""
+    from rco.pipeline.compare_figures import draw_comparison
+
+    data = load("compare_quantize")
+    folder = ROOT / "docs" / "comparison"
+    folder.mkdir(exist_ok=True)
+    draw_comparison(folder, summarise(data["entries"], data["full_model"]), data["entries"], data)
+
+
+def what_searches_end_with():
+    """How RCO's candidates compare before any exchange, over all searches of the comparison."""
+    data = load("compare_quantize")
+    if data is None:
+        return []
+    lines = []
+    for label in ("rco", "rco@0.1"):
+        found = [entry["candidates"] for entry in data["entries"] if entry["label"] == label]
+        found = [{k: v for k, v in each.items() if k != "refined"} for each in found if "prior" in each]
+        best = [min(each, key=each.get) for each in found]
+        for name in dict.fromkeys(name for each in found for name in each):
+            changes = [100 * (each[name] / each["prior"] - 1) for each in found if name in each]
+            spread = statistics.stdev(changes) if len(changes) > 1 else 0.0
+            cells = [f"`{label}`", name, f"{statistics.fmean(changes):+.2f} ± {spread:.2f}"]
+            lines.append(f"| {' | '.join([*cells, f'{best.count(name)} of {len(found)}'])} |")
+    if not lines:
+        return []
+    heading = "| search | candidate | loss against the prior's knapsack, % ± standard deviation | best |"
+    return [heading, "|---|---|---:|---:|", *lines, ""]
 
 
 def smollm():
@@ -391,6 +424,7 @@ DOCUMENTS = {
         ablations,
     ),
     "docs/comparison.md": (long_comparison,),
+    "docs/what_helped.md": (what_searches_end_with,),
 }
 
 
@@ -415,3 +449,5 @@ def main():
 
 if __name__ == "__main__":
     main()
+    if "--plots" in sys.argv[1:]:
+        plots()

@@ -1,10 +1,12 @@
 """Work spread over ranks gives what one process gives; a rank that fails or dies ends the job with a message."""
 
+import inspect
 import signal
 import time
 
 import pytest
 import rank_jobs
+import torch
 from ranks import results, start_ranks
 
 from rco.distributed import Ranks, join, shared
@@ -80,6 +82,40 @@ def test_one_process_needs_no_others():
         assert ranks.device("cuda") == "cuda"
     with pytest.raises(ValueError, match="positive"), join(timeout=0):
         pass
+
+
+def test_what_an_objective_offers_is_found_without_getattr():
+    """As protocols look for it from Python 3.12 on; without, ranks would search without curvature."""
+
+    class Offers:
+        num_batches = 3
+        tokens_per_batch = 7
+
+        def __init__(self):
+            self.curvature = torch.ones(2, 2, 2)
+
+        def loss(self, gates, batch):
+            return gates.sum()
+
+        @property
+        def option_errors(self):
+            return torch.zeros(2, 2)
+
+    class Several(Ranks):
+        def broadcast(self, value):
+            return value
+
+    objective = Offers()
+    with shared(objective, Several(count=2)) as face:
+        for name in ("curvature", "tokens_per_batch", "option_errors", "num_batches"):
+            assert inspect.getattr_static(face, name, None) is not None, name
+        assert face.curvature is objective.curvature
+        assert (face.tokens_per_batch, face.num_batches) == (7, 3)
+        assert face.option_errors.shape == (2, 2)
+        assert inspect.getattr_static(face, "fisher_losses", None) is None
+        face.fisher_losses = torch.ones(2, 2)  # what a pipeline has measured itself
+        assert face.fisher_losses.sum() == 4
+        assert not hasattr(face.selection, "fisher_losses")
 
 
 def test_candidates_and_search_of_a_model_are_the_same_on_any_number_of_ranks(tmp_path):

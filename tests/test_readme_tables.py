@@ -40,6 +40,7 @@ def comparison(tmp_path):
             "label": method, "budget": budget, "seed": seed, "kl": kl, "perplexity": 20 + kl, "bits": float(budget),
             "bits_exact": {"2.25": "9/4", "2.5": "5/2"}[budget], "tokens": 1000 * len(method),
             "forward_tokens": 1, "backward_tokens": 2, "seconds": 3.0, "by_domain": {},
+            "candidates": {"final": kl, "prior": 0.2, "refined": 0.01} if method == "rco" else {"uniform": 1.0},
         }
         for method, budgets in KL.items()
         for budget, seeds in budgets.items()
@@ -91,6 +92,16 @@ def test_the_long_tables_are_those_of_the_command(tables, comparison, tmp_path):
     assert compared == [
         ["2.25", "`late`", "-0.14000 ± 0.01000", "", ""],
         ["2.5", "`fisher`", "+0.01000 ± 0.01000", "", ""],
+    ]
+
+
+def test_candidates_are_compared_with_the_prior(tables, comparison, tmp_path):
+    tables.main()
+    text = (tmp_path / "docs" / "what_helped.md").read_text()
+    # Losses of 0.23, 0.25, 0.14 and 0.16 against 0.2 each; what exchanges made of them does not count.
+    assert cells(text, "| search | candidate |") == [
+        ["`rco`", "final", "-2.50 ± 26.61", "2 of 4"],
+        ["`rco`", "prior", "+0.00 ± 0.00", "2 of 4"],
     ]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -204,20 +205,18 @@ def _termination_raises() -> Iterator[None]:
 class SharedObjective:
     """Rank 0's face of an objective that every rank has: requests are answered by all of them.
 
-    Everything but the loss is the objective's own.
+    Everything but the loss is the objective's own, see :func:`_face_of`.
     """
 
     def __init__(self, objective: Objective, ranks: Ranks, held_back: bool = False) -> None:
         self._objective, self._ranks, self._held_back = objective, ranks, held_back
         self.num_batches = objective.num_batches
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._objective, name)
-
     @property
     def selection(self) -> SharedObjective:
         """The held-back split, shared in the same way."""
-        return SharedObjective(selection_objective(self._objective), self._ranks, held_back=True)
+        held_back = selection_objective(self._objective)
+        return _face_of(held_back)(held_back, self._ranks, held_back=True)
 
     def loss(self, gates: torch.Tensor, batch: int) -> torch.Tensor:
         """A single loss; rank 0 computes it alone."""
@@ -237,6 +236,17 @@ class SharedObjective:
         return _answer(self._objective, self._ranks, question, plain)
 
 
+def _face_of(objective: Objective) -> type[SharedObjective]:
+    """A class with a property for whatever else the objective offers.
+
+    Searches ask with protocols what an objective offers, and from Python 3.12 on these look for attributes without
+    asking ``__getattr__``.
+    """
+    others = [name for name in dir(objective) if name[0] != "_" and not hasattr(SharedObjective, name)]
+    offered = {name: property(attrgetter(f"_objective.{name}")) for name in others if name != "num_batches"}
+    return type("SharedObjective", (SharedObjective,), offered)
+
+
 def _answer(objective: Objective, ranks: Ranks, question: str, requests: Sequence[Request]) -> list[Any]:
     ask: Callable[[Objective, Sequence[Request]], list[Any]] = getattr(evaluation, question)
     return ranks.map(lambda mine: ask(objective, [requests[item] for item in mine]), len(requests))
@@ -248,7 +258,7 @@ def shared(objective: Objective, ranks: Ranks) -> Iterator[Objective]:
     if ranks.count == 1:
         yield objective
         return
-    yield SharedObjective(objective, ranks)
+    yield _face_of(objective)(objective, ranks)
     # Not after an error: the others notice that rank 0 is gone, and end with it.
     ranks.broadcast(None)
 

@@ -20,6 +20,7 @@ METHODS: dict[str, str] = {
     "impq": "rco.baselines.impq:IMPQ",
     "mxmoe": "rco.baselines.mxmoe:MxMoE",
     "higgs": "rco.baselines.higgs:HIGGS",
+    "higgs-noise": "rco.baselines.higgs:HIGGSNoise",
     "one-at-a-time": "rco.baselines.sensitivity:OneAtATime",
     "fisher": "rco.baselines.sensitivity:Fisher",
     "first-order": "rco.baselines.sensitivity:FirstOrder",

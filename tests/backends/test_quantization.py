@@ -114,6 +114,48 @@ def test_the_full_model_has_no_loss_and_two_bits_have_some(tmp_path):
     assert losses[0] > losses[1] > losses[2] == pytest.approx(0.0, abs=1e-9)
 
 
+@pytest.mark.parametrize("head", [False, True])
+def test_noise_has_the_size_that_was_asked_for_and_leaves_no_trace(tmp_path, head):
+    """The loss is that of the model with the noise in its weights, and grows with the square of the noise."""
+    model_arguments = {"tie_word_embeddings": False} if head else {}
+    locks = {"locks": ["lm_head=3"]} if head else {"ties": ["gate_proj,up_proj"]}
+    backend, data = make_backend(tmp_path, model_arguments=model_arguments, widths=(2, 3, 8), **locks)
+    problem = backend.problem(Budget("bits", Fraction(6)))
+    choices = np.where(problem.allowed[:, 2], 2, 1)
+    gates = problem.allocation(choices).one_hot(3)
+    names = [group.name for group in backend.plan.groups]
+    group = next(i for i, name in enumerate(names) if ("lm_head" if head else "gate_proj") in name)
+    members = [member.name for member in backend.plan.groups[group].members]
+    model = backend.loaded.model
+    with backend.switchable() as switched, torch.no_grad():
+        switched.set_gates(gates)
+        modules = {name: model.get_submodule(name) for name in members}
+        clean = {name: module.weight.clone() for name, module in modules.items()}
+        with switched.disturbed(group, 0.01, seed=5):
+            noisy = {name: module.weight.clone() for name, module in modules.items()}
+            got = model(data.tokens).logits
+        for name, module in modules.items():
+            assert torch.equal(module.weight, clean[name])
+            relative = (noisy[name] - clean[name]).square().sum() / clean[name].square().sum()
+            assert float(relative) == pytest.approx(0.01, rel=1e-4)
+            plain = torch.nn.Linear(*reversed(noisy[name].shape), bias=False)
+            plain.weight.copy_(noisy[name])
+            model.set_submodule(name, plain)
+        expected = model(data.tokens).logits
+        for name, module in modules.items():
+            model.set_submodule(name, module)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    with backend.objective(data) as objective, torch.no_grad():
+        base = float(objective.loss(gates, 0))
+        assert float(objective.noisy_loss(gates, 0, group, 0.0, 0)) == pytest.approx(base, rel=1e-4, abs=1e-7)
+        rise = [
+            np.mean([float(objective.noisy_loss(gates, 0, group, t, seed)) - base for seed in range(8)])
+            for t in (0.01, 0.04)
+        ]
+        assert float(objective.loss(gates, 0)) == base
+    assert rise[1] == pytest.approx(4 * rise[0], rel=0.5)  # the linearity theorem, in the square of the noise
+
+
 def test_fisher_losses_predict_small_changes(tmp_path):
     # At eight bits the second-order term is all there is; its estimate is unbiased over draws.
     backend, data = make_backend(tmp_path, widths=(4, 8))

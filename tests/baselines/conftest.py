@@ -42,6 +42,10 @@ class ErrorsObjective(QuadraticObjective):
         scale = torch.rand(num_groups, 1, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
         self.option_errors = scale * 4.0 ** -torch.arange(num_options, dtype=torch.float64)
 
+    def noisy_loss(self, gates, batch, group, squared_error, seed):
+        drawn = torch.rand((), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return self.loss(gates, batch) + (0.5 + drawn) * (group + 1) * squared_error
+
 
 def highs_optimum(values, problem):
     """The largest total value within the budgets, by a mixed-integer program of its own."""

@@ -153,7 +153,7 @@ def test_open_ended_searches_use_the_allowance(name, steps):
         ("impq", {"shrinkage": 0.0}, "shrinkage must lie"),
         ("frank-wolfe", {"gates": "soft"}, "gates must be"),
         ("higgs", {"base": "middle"}, "base must be"),
-        ("higgs", {"levels": 0}, "levels must be at least 1"),
+        ("higgs-noise", {"levels": 0}, "levels must be at least 1"),
         ("uniform-fill", {"fill": "sideways"}, "fill must be"),
     ],
 )
@@ -166,6 +166,11 @@ def test_bad_settings_fail_at_construction(name, settings, message):
 def test_missing_tables_are_named(name):
     with pytest.raises(ValueError, match="option_errors"):
         make(name).search(PROBLEM, TableObjective(np.zeros((8, 3))))
+
+
+def test_noise_must_be_offered():
+    with pytest.raises(ValueError, match="has no noisy_loss; add it, or use higgs"):
+        make("higgs-noise").search(PROBLEM, TableObjective(np.zeros((8, 3))))
 
 
 def test_prior_of_the_wrong_shape_or_not_finite():

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rco import AllocationProblem, solve_mckp
-from rco.baselines.higgs import HIGGS, fit_coefficients
+from rco.baselines.higgs import HIGGS, HIGGSNoise, fit_coefficients
 from rco.baselines.sensitivity import FirstOrder, Fisher, OneAtATime, OutputError
 from rco.core.evaluation import Evaluator
 from rco.core.refine import Candidates
@@ -20,6 +20,11 @@ class LinearInErrors(TableObjective):
     def __init__(self, alpha, errors):
         super().__init__(torch.as_tensor(alpha)[:, None] * torch.as_tensor(errors))
         self.option_errors = torch.as_tensor(errors)
+        self.alpha, self.draws = alpha, []
+
+    def noisy_loss(self, gates, batch, group, squared_error, seed):
+        self.draws.append(seed)
+        return self.loss(gates, batch) + self.alpha[group] * squared_error
 
 
 def case(seed, groups=9, options=4, **arguments):
@@ -32,9 +37,12 @@ def case(seed, groups=9, options=4, **arguments):
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("levels", [1, 3])
-def test_higgs_recovers_the_coefficients_and_their_optimum(seed, levels):
+@pytest.mark.parametrize("kind", [HIGGS, HIGGSNoise])
+def test_higgs_recovers_the_coefficients_and_their_optimum(seed, levels, kind):
     problem, alpha, errors = case(seed)
-    result = HIGGS(levels=levels).search(problem, LinearInErrors(alpha, errors))
+    objective = LinearInErrors(alpha, errors)
+    result = kind(levels=levels).search(problem, objective)
+    assert len(set(objective.draws)) == len(objective.draws) == (9 * levels if kind is HIGGSNoise else 0)
     np.testing.assert_allclose(result.settings["coefficients"], alpha, rtol=1e-9)
     best = highs_optimum(-alpha[:, None] * errors, problem)
     assert result.loss == pytest.approx(-best, rel=1e-9)

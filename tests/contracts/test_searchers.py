@@ -29,6 +29,10 @@ class ObjectiveWithErrors(QuadraticObjective):
         scale = torch.rand(num_groups, 1, generator=generator, dtype=torch.float64)
         self.option_errors = scale * 4.0 ** -torch.arange(num_options, dtype=torch.float64)
 
+    def noisy_loss(self, gates, batch, group, squared_error, seed):
+        drawn = torch.rand((), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return self.loss(gates, batch) + (0.5 + drawn) * (group + 1) * squared_error
+
 
 @pytest.mark.parametrize("name", sorted(tables.METHODS))
 def test_searcher_keeps_the_contract(name, monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol
@@ -17,7 +17,7 @@ from rco.losses import Head, chunked_cross_entropy, chunked_kl
 from rco.models.loading import LoadedModel
 from rco.models.moe_room import ProbeRoom
 
-__all__ = ["LanguageModelObjective", "LossKind", "OptionErrors", "Reference", "SetGates"]
+__all__ = ["Disturb", "LanguageModelObjective", "LossKind", "OptionErrors", "Reference", "SetGates"]
 
 LossKind = Literal["kl", "cross-entropy"]
 
@@ -71,6 +71,14 @@ class SetGates(Protocol):
         ...
 
 
+class Disturb(Protocol):
+    """Adds noise to the weights of one group, inside a context."""
+
+    def __call__(self, group: int, squared_error: float, seed: int) -> AbstractContextManager[None]:
+        """The noise's square is ``squared_error`` times that of the weights under the present gates."""
+        ...
+
+
 class LanguageModelObjective:
     """Mean loss per predicted token of a model whose options are set by gates.
 
@@ -87,6 +95,7 @@ class LanguageModelObjective:
         curvature: (N, K, K) second-order cost of a switch, if it is known.
         errors: Makes the tables that some methods ask for; None: there are none.
         room: What the model's backward pass makes room for without knowing how much it needs; None: nothing.
+        disturb: Adds noise to one group's weights inside its context; None: it cannot be done.
 
     Attributes:
         layer_errors: (N, K) sensitivities of layers' outputs, where someone has measured them and set them here.
@@ -111,6 +120,7 @@ class LanguageModelObjective:
         curvature: Tensor | None = None,
         errors: OptionErrors | None = None,
         room: ProbeRoom | None = None,
+        disturb: Disturb | None = None,
     ) -> None:
         self._loaded = loaded
         self._calibration = calibration
@@ -126,6 +136,7 @@ class LanguageModelObjective:
             self.curvature = curvature
         self._errors = errors
         self._room = room
+        self._disturb = disturb
         self.tokens_per_batch = batch_size * calibration.tokens.shape[1]
 
     @cached_property
@@ -146,6 +157,16 @@ class LanguageModelObjective:
     def loss(self, gates: Tensor, batch: int) -> Tensor:
         """Loss on one batch of sequences; differentiable in the gates."""
         return self._loss(gates, None, batch)
+
+    def noisy_loss(self, gates: Tensor, batch: int, group: int, squared_error: float, seed: int) -> Tensor:
+        """Loss on one batch with noise of a relative squared error on the weights of one group."""
+        if self._disturb is None:
+            raise ValueError(
+                "This objective's groups have no weights that noise could be added to; use higgs."
+            )
+        self._set_gates(gates)
+        with self._disturb(group, squared_error, seed):
+            return self._loss(gates, None, batch)
 
     def enqueue(self, gates: Tensor, batch: int) -> Callable[[], tuple[float, Tensor]]:
         """Launch the loss on one batch and its gradient; what is returned waits for them.

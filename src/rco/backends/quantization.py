@@ -375,6 +375,7 @@ class QuantizationBackend(Backend):
                     curvature=self.curvature,
                     errors=self,
                     room=switched.room,
+                    disturb=switched.disturbed,
                 )
 
             held_back = make(selection, references[1], None) if selection is not None else None

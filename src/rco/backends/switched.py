@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from rco.backends.candidates import option_label
@@ -42,6 +43,30 @@ class SwitchedModel:
     ) -> None:
         self._linears, self._rows, self._experts, self._wanted = linears, rows, experts, wanted
         self._active = wanted.tolist()
+
+    @contextmanager
+    def disturbed(self, group: int, squared_error: float, seed: int) -> Iterator[None]:
+        """Gaussian noise on the weights of a group; its square is that part of the square of each of them.
+
+        The weights are those of the present gates, so that gates are set first.
+        """
+        names = [name for name, row in self._rows.items() if row == group]
+        if not names:
+            raise ValueError(
+                f"Group {group} holds experts, or is left alone, and cannot be disturbed by noise; use higgs, "
+                "which disturbs groups by their options, rather than higgs-noise."
+            )
+        modules = [self._linears.modules[name] for name in names]
+        for number, module in enumerate(modules):
+            weight = module.selected_weight(torch.float32).detach()
+            generator = torch.Generator(weight.device).manual_seed(seed + number)
+            drawn = torch.randn(weight.shape, generator=generator, device=weight.device)
+            module.noise = drawn * (squared_error**0.5 * weight.norm() / drawn.norm())
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.noise = None
 
     @property
     def room(self) -> ProbeRoom | None:

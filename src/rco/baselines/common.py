@@ -19,6 +19,7 @@ __all__ = [
     "HasAcceptance",
     "HasBlocks",
     "HasFisherLosses",
+    "HasNoise",
     "HasOptionErrors",
     "HasOutputErrors",
     "HasTokens",
@@ -53,6 +54,15 @@ class HasFisherLosses(Protocol):
     """An objective that knows its second-order loss of every option from sampled gradients, (N, K)."""
 
     fisher_losses: Tensor
+
+
+@runtime_checkable
+class HasNoise(Protocol):
+    """An objective that can add noise to the weights of a single group."""
+
+    def noisy_loss(self, gates: Tensor, batch: int, group: int, squared_error: float, seed: int) -> Tensor:
+        """The loss with noise of a relative squared error t^2 on one group; the seed decides the draw."""
+        ...
 
 
 @runtime_checkable

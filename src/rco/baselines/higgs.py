@@ -3,8 +3,9 @@
 The theorem says that small relative errors t_i of the groups raise the loss by sum_i alpha_i t_i^2, whatever
 quantizer made them. Each alpha_i is measured by disturbing group i alone, at several levels, and fitted by least
 squares through the origin; the predicted loss of option k is alpha_i t_ik^2. The published method disturbs with
-noise; the disturbances here are the options themselves, so that the errors are those of the deployed model, and how
-many of them are taken is our choice. Written from the theorem as its abstract and the RCO paper state it.
+Gaussian noise, which is ``higgs-noise`` here; ``higgs`` disturbs with the options themselves, so that the errors
+are those of the deployed model. Which levels are taken, those of some of the options, is our choice in both.
+Written from the theorem as its abstract and the RCO paper state it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from rco.baselines.common import HasOptionErrors, Ladder
+from rco.baselines.common import HasNoise, HasOptionErrors, Ladder, generator
 from rco.baselines.sensitivity import Sensitivity, SwitchProcess
 from rco.core.evaluation import Evaluator
 from rco.core.problem import AllocationProblem
 from rco.core.process import Process, checked_table
 
-__all__ = ["HIGGS", "fit_coefficients"]
+__all__ = ["HIGGS", "HIGGSNoise", "fit_coefficients"]
 
 
 def fit_coefficients(errors: np.ndarray, increases: np.ndarray, measured: np.ndarray) -> np.ndarray:
@@ -46,8 +47,9 @@ class _Higgs(SwitchProcess):
         base: np.ndarray,
         errors: np.ndarray,
         levels: int,
+        seed: int,
     ) -> None:
-        self.errors = errors
+        self.errors, self.seed = errors, seed
         # What a switch adds to the error of the base, which is not quite zero for the dearest option.
         self.added = errors - errors[np.arange(len(errors)), base][:, None]
         measured = np.zeros(errors.shape, dtype=bool)
@@ -64,6 +66,21 @@ class _Higgs(SwitchProcess):
         return np.asarray(slopes[:, None] * self.errors)
 
 
+class _HiggsNoise(_Higgs):
+    """Noise as strong as the options that would have been measured."""
+
+    def disturbed_loss(self, group: int, option: int, batch: int) -> float:
+        objective = self.evaluator.objective
+        assert isinstance(objective, HasNoise)
+        draw = int(generator(self.seed, batch, group, option).integers(2**62))
+        error = float(self.added[group, option])
+
+        def noisy(gates: Tensor, batch: int) -> Tensor:
+            return objective.noisy_loss(gates, batch, group, error, draw)
+
+        return float(self.evaluator.measure(noisy, self.base, self.problem.num_options, [batch])[0])
+
+
 @dataclass(frozen=True, kw_only=True)
 class HIGGS(Sensitivity):
     """The linear model of the loss in the groups' squared errors, and its exact knapsack.
@@ -75,6 +92,7 @@ class HIGGS(Sensitivity):
     """
 
     name: ClassVar[str] = "higgs"
+    _process: ClassVar[type[_Higgs]] = _Higgs
 
     levels: int = 3
 
@@ -99,4 +117,26 @@ class HIGGS(Sensitivity):
             ladder = Ladder(problem)
             dearest = ladder.rung == ladder.top[:, None]
             base = np.where(dearest, errors, np.inf).argmin(axis=1)
-        return _Higgs(problem, evaluator, prior, self.chosen_batches(evaluator), base, errors, self.levels)
+        return self._process(
+            problem, evaluator, prior, self.chosen_batches(evaluator), base, errors, self.levels, self.seed
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HIGGSNoise(HIGGS):
+    """HIGGS as published: the groups are disturbed by Gaussian noise instead of their options.
+
+    The objective must offer ``noisy_loss`` beside ``option_errors``; see :class:`rco.baselines.common.HasNoise`.
+    """
+
+    name: ClassVar[str] = "higgs-noise"
+    _process: ClassVar[type[_Higgs]] = _HiggsNoise
+
+    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
+        """All disturbances, batch by batch."""
+        if not isinstance(evaluator.objective, HasNoise):
+            raise ValueError(
+                f"{self.name} needs an objective that can add noise to a group, but "
+                f"{type(evaluator.objective).__name__} has no noisy_loss; add it, or use higgs."
+            )
+        return super().begin(problem, evaluator, prior)

@@ -152,10 +152,14 @@ class SwitchProcess(TableProcess):
         (base_loss,) = self.losses(self.base, [batch])
         table = np.zeros_like(self.total)
         for group, option in np.argwhere(self.measured).tolist():
-            switched = self.base.copy()
-            switched[group] = option
-            table[group, option] = self.losses(switched, [batch])[0] - base_loss
+            table[group, option] = self.disturbed_loss(group, option, batch) - base_loss
         return float(base_loss), table
+
+    def disturbed_loss(self, group: int, option: int, batch: int) -> float:
+        """The loss of the base with one group switched."""
+        switched = self.base.copy()
+        switched[group] = option
+        return float(self.losses(switched, [batch])[0])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,6 +156,7 @@ class SwitchableLinear(nn.Module):
     """Stands in for a linear layer and applies one of its compressed options.
 
     Options are not parameters: the state dict is empty, and the original weight is referred to, not copied.
+    ``noise`` (out, in) is added to whichever option is selected, for those who ask what a disturbance does.
 
     Args:
         options: K packed weights of shape (out, in); None stands for the original weight.
@@ -195,6 +196,7 @@ class SwitchableLinear(nn.Module):
         self.transposed = transposed
         self.buffer = buffer if buffer is not None else WeightBuffer()
         self.selection = Selection(0)
+        self.noise: Tensor | None = None
         self._dtype = dense.dtype
         # In a tuple, so that a bias that is a parameter is not registered here a second time.
         self._bias = (bias,)
@@ -237,11 +239,13 @@ class SwitchableLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the selected option."""
-        return _linear(x, self._known, self.selection, self._bias[0], self.buffer)
+        y = _linear(x, self._known, self.selection, self._bias[0], self.buffer)
+        return y if self.noise is None else y + F.linear(x, self.noise.to(x.dtype))
 
     def selected_weight(self, dtype: torch.dtype) -> Tensor:
         """The selected option as a dense (out, in) matrix of its own, differentiable in the gate."""
-        return switchable_weight(self.options, self.selection, dtype)
+        weight = switchable_weight(self.options, self.selection, dtype)
+        return weight if self.noise is None else weight + self.noise.to(dtype)
 
     def extra_repr(self) -> str:
         """Shapes and the current choice, for ``print(model)``."""

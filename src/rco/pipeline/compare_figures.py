@@ -141,7 +141,7 @@ def _recovery(axes: Axes, rows: Sequence[Mapping[str, Any]], tasks: bool) -> Non
         [row["recovery"] for row in shown],
         color=[_bar_colour(row) for row in shown],
     )
-    axes.bar_label(bars, [f" {row['seconds']:.0f} s" for row in shown], fontsize=7)
+    axes.bar_label(bars, [f" {row['recovery']:.1f} %, {row['seconds']:.0f} s" for row in shown], fontsize=7)
     low, high = shown[0]["recovery"], max(100.0, shown[-1]["recovery"])  # a task may go better than before
     axes.set_xlim(max(0.0, low - max(0.2 * (high - low), 1.0)), high)
     axes.set_xlabel(
@@ -164,6 +164,9 @@ def _plain(axes: Axes) -> None:
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="svg")
+    from matplotlib import rc_context
+
+    # Letters stay letters, which is smaller, and the same figures make the same file.
+    with atomic_path(path) as temporary, rc_context({"svg.fonttype": "none", "svg.hashsalt": "rco"}):
+        figure.savefig(temporary, format="svg", metadata={"Date": None})
     return path
