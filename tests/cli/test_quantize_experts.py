@@ -51,6 +51,9 @@ def test_mistakes_end_with_one_line(tmp_path, capsys):
         (["--bits", "3", "--count", "experts"], "would cost nothing"),
         (["--bits", "3", "--per-projection", "--expert-groups", "layer"], "contradicts"),
         (["--bits", "3", "--serve", "vllm", "--per-projection"], "loads experts grouped by layer"),
+        (["--active-bits", "3", "--count", "experts"], "would cost nothing"),
+        (["--size", "6MB", "--count", "experts"], "leave out --count experts"),
+        (["--bits", "3", "--allow-prune", "--format", "gptqmodel"], "keeps every expert"),
         (["--bits", "1.5", "--lock", "attention=16", "--count", "experts"], "between 2 and 8"),
     ):
         assert main(["quantize", "tiny-moe", "--out", str(tmp_path / "run"), "--quiet", *arguments]) == 1

@@ -3,7 +3,17 @@
 import re
 
 import pytest
+import torch
 
+from rco.backends.base import Budget
+from rco.backends.candidates import CandidateSettings
+from rco.backends.plan import make_plan
+from rco.backends.quantization import QuantizationBackend
+from rco.data.calibration import CalibrationSet
+from rco.models.loading import wrap_model
+from rco.models.moe_linears import model_linears
+from rco.models.moe_tiny import tiny_moe, tiny_tokens
+from rco.pipeline.expert_widths import describe_experts
 from rco.report.data import ReportError, RunData
 from rco.report.expert_widths import expert_width_layers, expert_width_section
 from rco.report.usage import loading
@@ -42,6 +52,54 @@ def test_every_expert_is_drawn_with_its_width_and_frequency():
     assert first.active_mean == pytest.approx((0.1 * 2 + 0.6 * 11 / 3) / 0.7)
     assert second.mean == pytest.approx(13 / 3)
     assert second.active_mean == pytest.approx(13 / 3)
+
+
+def test_tokens_that_experts_were_fitted_to_are_said():
+    def note(**changes):
+        return str(expert_width_section(make_run(**changes)))
+
+    # The text may be shorter than what was asked for.
+    topped = note(fewest_tokens=40, unvisited=1)
+    assert "fitted to 40 calibration tokens or more; 1 expert of 6 saw fewer" in topped
+    assert "1 of them none, and were given" in topped
+    assert "fitted to 70 calibration tokens or more that are routed to it." in note(
+        topped_up=0, fewest_tokens=70
+    )
+    # Without topping up, an expert that no token visits has nothing to be fitted to.
+    plain = note(minimum_tokens=0, topped_up=0, added_tokens=0, fewest_tokens=0, unvisited=2)
+    assert "To 2 experts of 6 no calibration token is routed" in plain
+    assert "rounded as they are" in plain
+
+
+@pytest.mark.parametrize("minimum", [0, 8])
+def test_the_record_counts_what_candidates_were_made_of(minimum, tmp_path):
+    loaded = wrap_model(tiny_moe("qwen3_next"))  # 16 experts, 4 of them for each of 6 tokens
+    plan = make_plan(
+        loaded.layout,
+        model_linears(loaded.layout, loaded.model),
+        widths=(3, 4),
+        group_size=None,
+        symmetric=True,
+    )
+    settings = CandidateSettings(sweeps=0, expert_tokens=minimum)
+    backend = QuantizationBackend(loaded, plan, tmp_path, settings=settings)
+    tokens = tiny_tokens(0, 1, 6)
+    text = CalibrationSet(
+        tokens, torch.ones_like(tokens, dtype=torch.bool), ("random",), "random", 0, "calibration"
+    )
+    backend.prepare(text)
+    backend.look_at_routing(text)
+    problem = backend.problem(Budget.parse(bits="3"))
+    found = describe_experts(backend, problem.allocation([0] * len(plan.groups)))["expert_widths"]
+    visits = torch.tensor([backend.visits.experts[layer] for layer in range(3)])
+    assert found["unvisited"] == int((visits == 0).sum()) > 0
+    assert found["minimum_tokens"] == minimum
+    # Six tokens are all that there are.
+    assert found["fewest_tokens"] == min(minimum, 6)
+    assert found["added_tokens"] == (int((6 - visits).sum()) if minimum else 0)
+    assert found["topped_up"] == (int((visits < 6).sum()) if minimum else 0)
+    page = str(expert_width_section(RunData("run", metrics={"expert_widths": found})))
+    assert ("no calibration token is routed" in page) == (minimum == 0)
 
 
 def test_loading_says_that_the_checkpoint_brings_its_code():

@@ -108,7 +108,10 @@ class BitCosts:
         if self.kind not in KINDS:
             raise ValueError(f"Quantization takes a budget of {', '.join(KINDS)}, got {self.kind}.")
         if self.kind == "active_bits" and self.visits is None:
-            raise ValueError("Active bits need the routing of calibration tokens; none was given.")
+            raise ValueError(
+                "--active-bits weighs experts by how often tokens are routed to them, and there is no routing: use "
+                "--bits for a model without experts, and look at the routing of a model with some first."
+            )
         if self.count == "all":
             return
         if self.kind == "size":

@@ -113,7 +113,7 @@ class QuantizationBackend(Backend):
     def costs(self, kind: str) -> BitCosts:
         """What options count under a kind of budget."""
         if kind not in self._costs:
-            model, count = self.loaded.model, self.count if kind in ("bits", "bpw") else "all"
+            model, count = self.loaded.model, self.count if kind != "size" else "all"
             linears = model_linears(self.loaded.layout, model, include_head=True) if kind == "size" else ()
             visits = self.visits if kind == "active_bits" else None
             self._costs[kind] = BitCosts(model, self.plan, kind, count, visits, linears)
@@ -121,6 +121,10 @@ class QuantizationBackend(Backend):
 
     def problem(self, budget: Budget) -> AllocationProblem:
         """Exact integer costs: bits for ``bits`` and ``bpw``, bytes of the checkpoint for ``size``."""
+        if budget.kind == "size" and self.count != "all":
+            raise ValueError(
+                "--size is that of the whole checkpoint: leave out --count experts, which goes with bits."
+            )
         counted = self.costs(budget.kind)
         allowed = np.array([[w in group.widths for w in self.plan.widths] for group in self.plan.groups])
         try:

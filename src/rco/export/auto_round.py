@@ -39,14 +39,14 @@ class AutoRoundExporter(RecipeExporter):
             scheme = choice.schemes[name]
             if scheme.dense:
                 if info.role != "head":  # outside the blocks nothing is quantized unless it is listed
-                    config[name] = dict(_LEFT_ALONE)
+                    config[choice.called(name)] = dict(_LEFT_ALONE)
                 continue
             if info.out_features % _MULTIPLE or info.in_features % _MULTIPLE:
                 raise ExportError(
                     f"{name} is {info.out_features}x{info.in_features}; AutoRound leaves a matrix alone unless "
                     f"both sides are multiples of {_MULTIPLE}. Search again with it left out (--skip)."
                 )
-            config[name] = _entry(scheme)
+            config[choice.called(name)] = _entry(scheme)
         # AutoRound refuses zero points at 8 bits for its other formats, which no kernel reads.
         wide = any(scheme.bits == 8 and not scheme.symmetric for scheme in choice.quantized.values())
         usage = _USAGE.format(format="llm_compressor" if wide else "auto_round")

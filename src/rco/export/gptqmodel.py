@@ -2,6 +2,8 @@
 
 Rules are regular expressions tried in order from the start of a module's name; ``-:`` leaves a module alone. Every
 rule here is one exact name. Checkpoints with 5, 6 or 7 bits need GPTQModel 7, which stores them in planes.
+
+GPTQModel quantizes the linears that its own list for an architecture names, and no others whatever the rules say.
 """
 
 from __future__ import annotations
@@ -10,10 +12,19 @@ import re
 from typing import Any, ClassVar
 
 from rco.backends.accounting import Scheme
+from rco.export.base import ExportError
 from rco.export.recipes import Choice, Recipe, RecipeExporter, as_json
 
 __all__ = ["GPTQModelExporter"]
 
+# Linears that GPTQModel's list for an architecture lacks (7.7), as paths inside a block: those of dense layers
+# among sparse ones, and a small one of linear attention.
+_DENSE_LAYER = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_UNLISTED = {
+    "qwen2_moe": _DENSE_LAYER,
+    "qwen3_moe": _DENSE_LAYER,
+    "qwen3_next": (*_DENSE_LAYER, "linear_attn.in_proj_ba"),
+}
 _USAGE = """\
     import json
     from gptqmodel import GPTQModel, QuantizeConfig
@@ -37,8 +48,14 @@ class GPTQModelExporter(RecipeExporter):
         head = False
         for name, info in choice.linears.items():
             scheme = choice.schemes[name]
-            exact = f"^{re.escape(name)}$"
+            exact = f"^{re.escape(choice.called(name))}$"
             if not scheme.dense:
+                if info.path in _UNLISTED.get(choice.loaded.layout.model_type, ()):
+                    left = "|".join(re.escape(path) for path in _UNLISTED[choice.loaded.layout.model_type])
+                    raise ExportError(
+                        f"{name} has {scheme.bits} bits, but GPTQModel leaves such linears alone. Search again "
+                        f"without them: --skip '\\d\\.({left})$'."
+                    )
                 dynamic[exact] = _arguments(scheme)
                 head = head or info.role == "head"
             elif info.role != "head":  # an output layer is left alone unless it is asked for

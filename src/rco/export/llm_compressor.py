@@ -30,7 +30,7 @@ class LLMCompressorExporter(RecipeExporter):
         config = quantization_config(choice.loaded, choice.schemes)
         assert config is not None  # something is quantized
         groups = {
-            key: {"targets": group["targets"], "weights": group["weights"]}
+            key: {"targets": [choice.called(name) for name in group["targets"]], "weights": group["weights"]}
             for key, group in config["config_groups"].items()
         }
         modifier = {"config_groups": groups, "ignore": []}

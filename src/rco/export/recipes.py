@@ -22,7 +22,7 @@ from rco.compressors.packing import PackedWeight
 from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
-from rco.models.moe_linears import model_linears
+from rco.models.moe_linears import ExpertLinear, model_linears
 
 __all__ = ["Choice", "Recipe", "RecipeExporter", "as_json"]
 
@@ -64,6 +64,19 @@ class Choice:
         for name, scheme in self.quantized.items():
             counts[scheme] += self.linears[name].parameters
         return max(counts, key=lambda scheme: (counts[scheme], scheme.bits))
+
+    def called(self, name: str) -> str:
+        """What a tool that takes stacked experts apart calls a linear.
+
+        The experts that it makes have a gate, an up and a down projection, whatever checkpoints call them (those
+        of Mixtral: w1, w3 and w2).
+        """
+        info = self.linears[name]
+        return (
+            info.renumbered(info.expert, f"{info.projection}_proj")
+            if isinstance(info, ExpertLinear)
+            else name
+        )
 
     def other_linears(self) -> list[str]:
         """Linear modules that are never searched, such as routers; a tool might take them for its own."""

@@ -54,9 +54,9 @@ class ExpertLinear(LinearInfo):
         """Where it is in a tensor of its layer's stacked matrices: a view (out_features, in_features)."""
         return _matrices(self.layer, stacked, self.projection == "down")[self.expert, self.part]
 
-    def renumbered(self, number: int) -> str:
-        """Its name as another expert of its layer."""
-        return f"{self.layer.experts_name}.{number}.{self.name.rpartition('.')[2]}"
+    def renumbered(self, number: int, projection: str | None = None) -> str:
+        """Its name as another expert of its layer, and with another word for the projection."""
+        return f"{self.layer.experts_name}.{number}.{projection or self.name.rpartition('.')[2]}"
 
     @property
     def stored_name(self) -> str:

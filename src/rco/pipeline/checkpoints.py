@@ -14,10 +14,12 @@ from rco import tables
 from rco.backends.engines import Engine
 from rco.backends.expert_pruning import ExpertPruningBackend
 from rco.backends.gguf_file import ALIGNMENT
+from rco.backends.plan import PRUNED
 from rco.backends.quantization import QuantizationBackend
 from rco.core.problem import Allocation
 from rco.evaluation.size import average_bits, checkpoint_size, read_headers
 from rco.export.engines import validate_for_engine
+from rco.export.recipes import RecipeExporter
 from rco.models.gguf_names import gguf_names
 from rco.models.loading import load_model
 from rco.models.moe import moe_layers, stored_names
@@ -40,7 +42,8 @@ def export_quantized(
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Write quantized weights; what the plan's engine would refuse is refused before anything is written."""
-    exporter = check_format(format, planned.backend.plan.engine)
+    pruned = PRUNED in planned.backend.choice_of(allocation).values()
+    exporter = check_format(format, planned.backend.plan.engine, pruned=pruned)
     source, weights = planned.backend.deployed(allocation)
     if format != "compressed-tensors":
         summary = exporter.export(source, weights, out, overwrite=overwrite)
@@ -68,13 +71,23 @@ def make_exporter(format: str, kind: str) -> Any:
     return exporter
 
 
-def check_format(format: str, engine: Engine) -> Any:
-    """The exporter of a format for quantized weights, if its sizes are those that a search for the engine counts.
+def check_format(format: str, engine: Engine, *, pruned: bool = False) -> Any:
+    """The exporter of a format for quantized weights, if it can say what a search for the engine finds.
+
+    Args:
+        format: Its name.
+        engine: What the search counts sizes for.
+        pruned: Experts are taken out, or may be.
 
     Raises:
-        ValueError: There is no such format, or they are not.
+        ValueError: There is no such format, its sizes are others, or it cannot take experts out.
     """
     exporter = make_exporter(format, QuantizationBackend.name)
+    if pruned and isinstance(exporter, RecipeExporter):
+        raise ValueError(
+            f"The format {format!r} is a recipe for a tool that keeps every expert: leave out --allow-prune, or "
+            "take --format compressed-tensors, dense or none."
+        )
     if engine.gguf and format == "compressed-tensors":
         raise ValueError(
             f"llama.cpp loads no compressed-tensors checkpoint; take --format {engine.format}, dense or none."

@@ -109,7 +109,7 @@ class QuantizeConfig(CompressConfig):
     )  # fmt: skip
     count: Literal["all", "experts"] = setting(
         "all",
-        help="What --bits and --bpw average over: all that is quantized, or experts alone.",
+        help="What bits average over: all that is quantized, or experts alone.",
         panel="Budget",
     )
 

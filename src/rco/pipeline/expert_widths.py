@@ -29,17 +29,32 @@ def describe_experts(backend: QuantizationBackend, allocation: Allocation) -> di
             },
         )
         layer["widths"][info.expert][("gate", "up", "down").index(info.projection)] = choices[info.name]
-    label = option_label(plan.packed_widths[0])
-    tensors = dict.fromkeys(info.stored_in for info in plan.experts if info.projection == "down")
-    added = [store.statistics(name, label).get("added_tokens") for name in tensors]
-    short = [count for layer in added if layer is not None for count in layer if count]
     return {
         "expert_widths": {
             "layers": list(layers.values()),
-            # Plain rounding looks at no tokens.
-            "minimum_tokens": backend.settings.expert_tokens if backend.settings.method == "gptq" else None,
-            "topped_up": len(short),
-            "added_tokens": sum(short),
+            **_fitted(backend),
             "experts": sum(len(layer["widths"]) for layer in layers.values()),
         }
+    }
+
+
+def _fitted(backend: QuantizationBackend) -> dict[str, Any]:
+    """How many tokens the candidates of experts were fitted to, and what was done where few visit one."""
+    plan, store = backend.plan, backend.store
+    assert store is not None
+    if backend.settings.method != "gptq":  # plain rounding looks at no tokens
+        return {"minimum_tokens": None, "topped_up": 0, "added_tokens": 0}
+    label = option_label(plan.packed_widths[0])
+    tensors = dict.fromkeys(info.stored_in for info in plan.experts if info.projection == "down")
+    visits, added = [], []
+    for name in tensors:
+        statistics = store.statistics(name, label)
+        visits += statistics["tokens"]
+        added += statistics["added_tokens"]
+    return {
+        "minimum_tokens": backend.settings.expert_tokens,
+        "fewest_tokens": min(seen + more for seen, more in zip(visits, added, strict=True)),
+        "unvisited": sum(seen == 0 for seen in visits),
+        "topped_up": sum(more > 0 for more in added),
+        "added_tokens": sum(added),
     }

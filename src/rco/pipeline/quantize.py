@@ -106,7 +106,7 @@ def plan_quantization(
     problem = backend.problem(budget)
     format = _format(config)
     if format != "none":
-        check_format(format, plan.engine)
+        check_format(format, plan.engine, pruned=config.allow_prune)
     if format == "compressed-tensors":
         schemes = {i.name: [plan.scheme(i, width) for width in plan.packed_widths] for i in plan.linears}
         check_exportable(plan.linears, schemes)

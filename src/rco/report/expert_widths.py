@@ -177,19 +177,7 @@ def expert_width_section(run: RunData) -> Markup | None:
     layers = expert_width_layers(run)
     if not layers:
         return None
-    found: Mapping[str, Any] = section(run.metrics, "expert_widths")
-    topped, total = int(found.get("topped_up") or 0), sum(len(layer.widths) for layer in layers)
-    least = found.get("minimum_tokens")
-    note = "The weights of experts were rounded as they are, without calibration tokens."
-    if least:
-        note = f"Every expert was fitted to at least {count(int(least))} calibration tokens"
-        note += (
-            f"; {plural(topped, 'expert')} of {count(total)} saw fewer, at least in some batch, and were given the "
-            "tokens that came closest to being routed to them, "
-            f"{count(int(found.get('added_tokens') or 0))} in all."
-            if topped
-            else " that were routed to it."
-        )
+    note = _fitted(section(run.metrics, "expert_widths"), sum(len(layer.widths) for layer in layers))
     caption = (
         "Left: the width of every expert. Right: the share of the calibration tokens that are routed to it."
     )
@@ -202,3 +190,28 @@ def expert_width_section(run: RunData) -> Markup | None:
             expert_width_table(layers),
         ),
     )
+
+
+def _fitted(found: Mapping[str, Any], experts: int) -> str:
+    """What the candidates of experts were fitted to."""
+    least = found.get("minimum_tokens")
+    if least is None:
+        return "The weights of experts were rounded as they are, without calibration tokens."
+    fewest, unvisited = int(found.get("fewest_tokens", least)), int(found.get("unvisited") or 0)
+    topped = int(found.get("topped_up") or 0)
+    note = f"Every expert was fitted to {plural(fewest, 'calibration token')} or more"
+    if topped:
+        none = f", {count(unvisited)} of them none," if unvisited else ","
+        note += (
+            f"; {plural(topped, 'expert')} of {count(experts)} saw fewer, at least in some batch{none} and were "
+            "given the tokens that came closest to being routed to them, "
+            f"{count(int(found.get('added_tokens') or 0))} in all."
+        )
+    elif fewest == 0:
+        note = (
+            f"To {plural(unvisited, 'expert')} of {count(experts)} no calibration token is routed: those weights "
+            "were rounded as they are. The others were fitted to the tokens that are routed to them."
+        )
+    else:
+        note += " that are routed to it."
+    return note
