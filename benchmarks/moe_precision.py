@@ -323,7 +323,7 @@ def merge(arguments):
             table.append(row)
         table.sort(key=lambda row: (row["bits"], row["kl"]))
         write_json_atomic(
-            RESULTS / f"moe_precision_{model.replace('-', '_')}.json",
+            RESULTS / f"moe_precision_{model.replace('-', '_')}{arguments.suffix}.json",
             {
                 "model": model,
                 "settings": settings,
@@ -372,6 +372,7 @@ def main():
     runs.add_argument("--workers", type=int, default=1)
     merges = verbs.add_parser("merge")
     merges.add_argument("files", type=Path, nargs="+")
+    merges.add_argument("--suffix", default="", help="of the name of the results, for runs with other settings")
     arguments = parser.parse_args()
     return {"run": run, "merge": merge}[arguments.verb](arguments)
 

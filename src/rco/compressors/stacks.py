@@ -6,7 +6,7 @@ What is done to a whole stack takes one pass per option, however many matrices i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -66,11 +66,12 @@ def decode_segments(
         places = send(torch.from_numpy(order), out.device)
     end = 0
     direct = on_compiled_path(out) and out.dtype in (torch.float32, torch.float64)
+    compiled: list[_Decoding] = []
     for k in np.unique(choices).tolist():
         start, end = end, end + int((choices == k).sum())
         option, chosen, there = options[k], order[start:end], places[start:end]
         if direct and isinstance(option, PackedWeight):
-            _decode_compiled_at(option, chosen, rows, out)
+            compiled.append(_Decoding.of(option, chosen, rows, out))
             continue
         target = out.view(segments, rows, -1)
         if isinstance(option, Tensor):
@@ -80,6 +81,7 @@ def decode_segments(
         else:
             taken = _segments_of(option, there, segments)
             target[there] = taken.dequantize(out.dtype).view(len(chosen), rows, -1)
+    _decode_together(compiled)
     return out
 
 
@@ -98,19 +100,44 @@ def _segments_of(weight: PackedWeight, places: Tensor, segments: int) -> PackedW
     )
 
 
-def _decode_compiled_at(weight: PackedWeight, chosen: NDArray[np.int64], rows: int, out: Tensor) -> None:
-    """Decode the chosen segments of that many rows, each to its own place."""
-    together = joined_rows([weight], rows)
-    count = weight.shape[0] // together
-    stream, scales, zeros = (t.detach().view(count, -1).numpy() for t in compiled_operands(weight))
-    values = out.detach().view(count, -1).numpy()
-    rounding = ROUNDING.get(weight.scales.dtype, cpu_kernels.ROUND_NONE)
-    height = rows // together
-    wanted = (chosen[:, None] * height + np.arange(height)).reshape(-1)
+@dataclass(frozen=True)
+class _Decoding:
+    """Rows of a packed weight that compiled code will write to their own places in ``values``."""
+
+    weight: PackedWeight
+    operands: tuple[NDArray[np.uint8], NDArray[np.floating], NDArray[np.uint8]]  # stream, scales, zeros
+    wanted: NDArray[np.int64]
+    values: NDArray[np.floating]
+
+    @classmethod
+    def of(cls, weight: PackedWeight, chosen: NDArray[np.int64], rows: int, out: Tensor) -> _Decoding:
+        """The chosen segments of that many rows."""
+        together = joined_rows([weight], rows)
+        count, height = weight.shape[0] // together, rows // together
+        stream, scales, zeros = (t.detach().view(count, -1).numpy() for t in compiled_operands(weight))
+        wanted = (chosen[:, None] * height + np.arange(height)).reshape(-1)
+        return cls(weight, (stream, scales, zeros), wanted, out.detach().view(count, -1).numpy())
+
+    def run(self, start: int, stop: int) -> None:
+        """Decode some of the wanted rows."""
+        stream, scales, zeros = self.operands
+        rounding = ROUNDING.get(self.weight.scales.dtype, cpu_kernels.ROUND_NONE)
+        cpu_kernels.decode_float_at(
+            stream, self.weight.bits, scales, zeros, self.weight.group_size, rounding,
+            self.wanted[start:stop], self.values,
+        )  # fmt: skip
+
+
+def _decode_together(parts: Sequence[_Decoding]) -> None:
+    """All of them as one job: threads start once, not for every option."""
+    if not parts:
+        return
+    ends = np.cumsum([len(part.wanted) for part in parts])
 
     def task(a: int, b: int) -> None:
-        cpu_kernels.decode_float_at(
-            stream, weight.bits, scales, zeros, weight.group_size, rounding, wanted[a:b], values
-        )
+        for part, end in zip(parts, ends.tolist(), strict=True):
+            begin = end - len(part.wanted)
+            if begin < b and a < end:
+                part.run(max(a, begin) - begin, min(b, end) - begin)
 
-    cpu_kernels.over_rows(len(wanted), values.shape[1], task)
+    cpu_kernels.over_rows(int(ends[-1]), parts[0].values.shape[1], task)
