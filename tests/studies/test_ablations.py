@@ -42,6 +42,27 @@ def test_a_sweep_varies_its_own_setting_and_passes_through_the_centre(quick):
             assert {loop.steps * loop.samples for loop in loops} == {160}
 
 
+def test_values_can_be_given_and_the_centre_is_always_among_them():
+    names = [
+        "temperature=0.05,0.001",
+        "samples=16,1",
+        "equal-compute=8x100,32x50",
+        "antithetic",
+        "calibration=24",
+    ]
+    sweeps = {sweep.name: sweep for sweep in make_sweeps(CENTRE, 2, names=names)}
+    assert list(sweeps) == ["samples", "equal-compute", "temperature", "antithetic", "calibration"]
+    assert [point.label for point in sweeps["samples"].points] == ["1", "4", "16"]
+    assert [point.loop.samples for point in sweeps["samples"].points] == [1, 4, 16]
+    assert [point.loop.tau for point in sweeps["temperature"].points] == [0.1, 0.05, 0.001]
+    pairs = [(point.loop.samples, point.loop.steps) for point in sweeps["equal-compute"].points]
+    assert pairs == [(4, 40), (8, 100), (32, 50)]
+    assert [point.loop.sequences for point in sweeps["calibration"].points] == [24, 96]
+    for sweep in sweeps.values():
+        assert CENTRE in [point.loop for point in sweep.points]
+        assert {point.seeds for point in sweep.points} == {(0, 1)}
+
+
 def test_keys_of_files_tell_loops_apart():
     loops = {point.loop for sweep in make_sweeps(CENTRE, 3) for point in sweep.points}
     assert len({loop.key for loop in loops}) == len(loops)
@@ -57,6 +78,11 @@ def test_seeds_are_those_asked_for_and_five_where_their_spread_is_the_question()
     ("changes", "names", "message"),
     [
         ({}, ["sampels"], "Unknown sweeps sampels"),
+        ({}, ["samples=many"], "take a list of numbers"),
+        ({}, ["grouping=1,2"], "the other sweeps take no values"),
+        ({}, ["equal-compute=8"], "as in equal-compute=8x100"),
+        ({}, ["learning-rate=0"], "must be positive"),
+        ({}, ["calibration=500"], "raise --sequences"),
         ({"steps": 6}, [], "multiples of 4"),
         ({"samples": 2}, [], "multiples of 4"),
         ({"sequences": 8}, [], "16 calibration sequences"),

@@ -217,7 +217,7 @@ def _ablations(config: AblationConfig, switches: Switches) -> None:
 
     rco bench ablations --quick
 
-    rco bench ablations --sweep samples --sweep temperature --seeds 5 --workers 2 --resume
+    rco bench ablations --sweep samples=1,4,16 --sweep temperature --seeds 5 --workers 2 --resume
     """
     from rco.cli.jobs import interruptible
     from rco.cli.progress import make_progress

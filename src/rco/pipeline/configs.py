@@ -352,7 +352,7 @@ class AblationConfig:
     sweep: list[str] = setting(
         [],
         help="samples, steps, equal-compute, temperature, learning-rate, antithetic, seeds, grouping, "
-        "calibration; repeatable, all by default.",
+        "calibration; repeatable, all by default. With values of your own: samples=1,4,16, equal-compute=8x100.",
         panel="Sweeps",
     )
     seeds: int = setting(

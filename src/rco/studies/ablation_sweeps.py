@@ -15,6 +15,11 @@ SWEEPS = (
     "samples", "steps", "equal-compute", "temperature", "learning-rate", "antithetic", "seeds", "grouping",
     "calibration",
 )  # fmt: skip
+# Sweeps whose values can be given: the field of a loop that they vary, and what a value is.
+_VALUES: dict[str, tuple[str, type[int] | type[float]]] = {
+    "samples": ("samples", int), "steps": ("steps", int), "temperature": ("tau", float),
+    "learning-rate": ("lr", float), "calibration": ("sequences", int),
+}  # fmt: skip
 _SEEDS = 5  # of the sweep over seeds, where the others have fewer
 
 
@@ -87,13 +92,16 @@ def make_sweeps(
     Args:
         centre: The loop that every sweep passes through.
         seeds: Runs of each point, with seeds 0, 1, ...; the sweep over seeds has at least five.
-        names: Which sweeps; all of them if empty.
+        names: Which sweeps; all of them if empty. ``samples=1,4,16`` names the values, too, beside the centre's;
+            ``equal-compute=8x100,32x50`` names pairs of samples and steps, which need not be of equal compute.
         quick: The ends of each range and the centre only, and no more seeds than asked for.
         can_group: Whether the model has linears that engines fuse; without any, ``grouping`` is left out.
 
     Raises:
-        ValueError: A name is unknown, or the centre is too small to be halved twice.
+        ValueError: A name is unknown, a value makes no sense, or the centre is too small to be halved twice.
     """
+    given = dict(part.partition("=")[::2] for part in names)
+    names = list(given)
     unknown = [name for name in names if name not in SWEEPS]
     if unknown:
         raise ValueError(f"Unknown sweeps {', '.join(unknown)}; there are {', '.join(SWEEPS)}.")
@@ -115,7 +123,42 @@ def make_sweeps(
         "calibration": _calibration,
     }  # fmt: skip
     made = [makers[name](centre, tuple(range(seeds)), quick) for name in wanted]
+    made = [_revalued(sweep, given.get(sweep.name, ""), centre, tuple(range(seeds))) for sweep in made]
     return [replace(sweep, points=_ends(sweep.points, centre)) if quick else sweep for sweep in made]
+
+
+def _revalued(sweep: Sweep, text: str, centre: Loop, seeds: tuple[int, ...]) -> Sweep:
+    """The sweep at the values of a list such as 1,4,16, with the centre among them."""
+    if not text:
+        return sweep
+    loops = {centre}
+    try:
+        for part in text.split(","):
+            if sweep.name == "equal-compute":
+                samples, steps = map(int, part.split("x"))
+                loops.add(replace(centre, samples=samples, steps=steps))
+            else:
+                field, kind = _VALUES[sweep.name]
+                changed: dict[str, Any] = {field: kind(part)}
+                loops.add(replace(centre, **changed))
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"{sweep.name}={text}: {', '.join(_VALUES)} take a list of numbers, as in samples=1,4,16, and "
+            "equal-compute samples x steps, as in equal-compute=8x100,32x50; the other sweeps take no values."
+        ) from None
+    if any(min(loop.samples, loop.steps, loop.lr, loop.tau, loop.sequences) <= 0 for loop in loops):
+        raise ValueError(f"{sweep.name}={text}: all values must be positive.")
+    if any(loop.sequences > centre.sequences for loop in loops):
+        raise ValueError(f"{sweep.name}={text}: there are {centre.sequences} sequences; raise --sequences.")
+    if sweep.name == "equal-compute":
+        ordered = sorted(loops, key=lambda loop: (loop.samples, loop.steps))
+        labels = [f"g={loop.samples}, T={loop.steps}" for loop in ordered]
+    else:
+        field = _VALUES[sweep.name][0]
+        ordered = sorted(loops, key=lambda loop: float(getattr(loop, field)), reverse=field == "tau")
+        labels = [f"{getattr(loop, field):g}" for loop in ordered]
+    points = tuple(Point(label, loop, seeds) for label, loop in zip(labels, ordered, strict=True))
+    return replace(sweep, points=points)
 
 
 def _ends(points: tuple[Point, ...], centre: Loop) -> tuple[Point, ...]:
