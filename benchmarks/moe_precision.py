@@ -372,7 +372,9 @@ def main():
     runs.add_argument("--workers", type=int, default=1)
     merges = verbs.add_parser("merge")
     merges.add_argument("files", type=Path, nargs="+")
-    merges.add_argument("--suffix", default="", help="of the name of the results, for runs with other settings")
+    merges.add_argument(
+        "--suffix", default="", help="of the name of the results, for runs with other settings"
+    )
     arguments = parser.parse_args()
     return {"run": run, "merge": merge}[arguments.verb](arguments)
 
