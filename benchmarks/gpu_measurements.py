@@ -34,7 +34,8 @@ def tests(out):
     kernels_file = "tests/gpu/test_packed_kernels.py"
     groups = [
         [kernels_file, "-k", "decoding"], [kernels_file, "-k", "inner"],
-        [kernels_file, "-k", "not decoding and not inner"], ["tests/gpu/test_candidates.py"],
+        [kernels_file, "-k", "not decoding and not inner"],
+        ["tests/gpu/test_candidates.py", "tests/gpu/test_experts.py"],
         ["tests/gpu/test_step.py", "tests/gpu/test_losses.py"], ["tests/gpu/test_pipeline.py"],
     ]  # fmt: skip
     base = [

@@ -1,5 +1,6 @@
 """Probes that nobody counts: the same gradient as counted ones, and no gradient where the room was too small."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,17 +49,40 @@ def test_room_follows_the_need():
     expected = 1000 * 4 * 20 / 41
     places, enough = sample(int(expected))
     assert enough
-    assert expected < places < 2 * expected
+    assert expected < places < 2.2 * expected
     assert not sample(5 * int(expected))[1]
     places, enough = sample(5 * int(expected))
     assert enough
     assert places <= 1000 * 20
-    for _ in range(200):
+    for _ in range(1000):
         places, enough = sample(int(expected))
         assert enough
     assert places < 1.5 * expected  # a sample that needed much is forgotten
     assert sample(1000 * 20) == (places, False)
     assert sample(1000 * 20) == (1000 * 20, True)  # never more than there can be
+
+
+def test_samples_of_a_router_with_strong_preferences_are_seldom_done_twice():
+    """All tokens rank the experts alike, as in an untrained model: what a sample needs differs the most then."""
+    rng = np.random.default_rng(0)
+    layers, experts, pruned, top_k, tokens = 16, 64, 16, 8, 256
+    room = ProbeRoom(layers, always_counted=False)
+
+    def launch():
+        with room.sample() as used:
+            for layer in range(layers):
+                kept = np.sort(rng.permutation(experts)[pruned:])  # places in the common order
+                needed = torch.tensor(tokens * int(kept[top_k - 1] + 1 - top_k))
+                room.reserve(layer, tokens, top_k, experts - pruned, pruned, needed)
+        return used
+
+    redone = []
+    for _ in range(40):
+        launched = [launch() for _ in range(16)]
+        redone.append(sum(not room.settle(used) for used in launched))
+    assert redone[0] > 0  # nothing is known yet
+    assert sum(redone[5:]) <= 0.05 * 16 * 35
+    assert room.too_small == sum(redone)
 
 
 def test_a_layer_that_keeps_all_experts_needs_no_room():

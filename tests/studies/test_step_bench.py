@@ -1,5 +1,6 @@
 """The step and memory benchmarks on tiny shapes, where everything but the speed can be checked."""
 
+import importlib.util
 import json
 
 import pytest
@@ -18,7 +19,14 @@ def test_parts_add_up_to_the_sample(shape):
         report["plain"]["sample"]["seconds"] / report["plain"]["floor"]["seconds"]
     )
     assert report["options"] == (7 if shape == "quick" else 2)
-    assert "| checkpointing |" in to_markdown(report)
+    steps = report["steps"]
+    assert steps["ratio"] == pytest.approx(steps["seconds"] / report["plain"]["floor"]["seconds"] / 2)
+    assert steps["samples_redone"] == [0]  # a CPU counts
+    table = to_markdown(report)
+    assert "| checkpointing |" in table
+    assert "done twice" not in table
+    steps["samples_redone"] = [2]
+    assert "2 samples were done twice" in to_markdown(report)
     json.dumps(report)
 
 
@@ -36,6 +44,29 @@ def test_command_writes_table_json_and_plot(tmp_path, capsys):
     assert "floor" in capsys.readouterr().out
     assert json.loads((tmp_path / "step_quick.json").read_text())["shape"] == "quick"
     assert (tmp_path / "step_quick.md").is_file()
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert "<svg" in (tmp_path / "step_quick.svg").read_text()
+
+
+@pytest.mark.parametrize("what", ["step", "memory"])
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--shape", "gpt-5", "--device", "cpu"], 1, "There is no shape 'gpt-5'; there are qwen3-8b, llama3-8b"),
+        (["--device", "tpu"], 1, "Unknown device 'tpu'"),
+        pytest.param(
+            [], 1, "This machine has no cuda device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
+        ),
+        (["--layers", "0", "--device", "cpu"], 2, "--layers"),
+        (["--repeats", "0", "--device", "cpu"], 2, "--repeats"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_said_before_anything_is_made(what, arguments, code, message, capsys):
+    assert main(["bench", what, *arguments]) == code
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rco.backends.accounting import stored_bits
 from rco.backends.plan import QuantizationPlan
+from rco.compressors.streaming import STREAM_SLOTS
 from rco.losses import LOGITS_BYTES, chunk_length
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
@@ -19,7 +20,6 @@ from rco.models.moe_linears import EXPERT_ROLE
 __all__ = ["SearchMemory", "saved_bytes_per_token", "search_memory"]
 
 _PROBE_TOKENS = 64
-_STREAM_SLOTS = 4
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def search_memory(
         # Experts are chosen one by one, and stay.
         experts = {info.name for info in plan.linears if info.role == EXPERT_ROLE}
         streamed = [size for name, size in per_linear.items() if name not in experts]
-        candidates += _STREAM_SLOTS * max(streamed, default=0) - sum(streamed)
+        candidates += STREAM_SLOTS * max(streamed, default=0) - sum(streamed)
     head = loaded.layout.head(loaded.model).weight
     blocks = max(len(loaded.layout.blocks(loaded.model)), 1)
     # The probe computes in the type that the model has now.

@@ -139,6 +139,11 @@ class LanguageModelObjective:
         self._disturb = disturb
         self.tokens_per_batch = batch_size * calibration.tokens.shape[1]
 
+    @property
+    def samples_redone(self) -> int:
+        """Samples launched with too little room for what they needed, and therefore done twice."""
+        return 0 if self._room is None else self._room.too_small
+
     @cached_property
     def option_errors(self) -> Tensor:
         """(N, K) squared error of every option's weights as a part of the full weights' square."""

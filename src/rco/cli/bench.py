@@ -132,8 +132,8 @@ Shape = Annotated[
     str, typer.Option("--shape", help="qwen3-8b, llama3-8b, qwen3-30b-a3b, olmoe, quick or quick-moe.")
 ]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda or mps.")]
-Length = Annotated[int, typer.Option("--length", help="Tokens of the sequence that a sample sees.")]
-Layers = Annotated[int | None, typer.Option("--layers", help="Fewer blocks than the shape has.")]
+Length = Annotated[int, typer.Option("--length", min=2, help="Tokens of the sequence that a sample sees.")]
+Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Fewer blocks than the shape has.")]
 
 
 @app.command()
@@ -141,9 +141,9 @@ def step(
     shape: Shape = "qwen3-8b",
     device: Device = "cuda",
     length: Length = 2048,
-    samples: Annotated[int, typer.Option("--samples", help="Gumbel samples per step.")] = 16,
-    steps: Annotated[int, typer.Option("--steps", help="Whole steps to time; 0: none.")] = 3,
-    repeats: Annotated[int, typer.Option("--repeats", help="Repeats of floor and sample.")] = 10,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Gumbel samples per step.")] = 16,
+    steps: Annotated[int, typer.Option("--steps", min=0, help="Whole steps to time; 0: none.")] = 3,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Repeats of floor and sample.")] = 10,
     layers: Layers = None,
     quick: Quick = False,
     out: Out = None,
@@ -183,7 +183,7 @@ def memory(
     shape: Shape = "qwen3-8b",
     device: Device = "cuda",
     length: Length = 2048,
-    repeats: Annotated[int, typer.Option("--repeats", help="Repeats of a sample.")] = 3,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Repeats of a sample.")] = 3,
     layers: Layers = None,
     quick: Quick = False,
     out: Out = None,

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from rco.compressors.packing import PackedWeight
 
-__all__ = ["OptionStream", "StreamedOptions", "pinned"]
+__all__ = ["STREAM_SLOTS", "OptionStream", "StreamedOptions", "pinned"]
 
 Option = PackedWeight | Tensor
 
 _ALIGNMENT = 256
 _AHEAD = 2  # requests in flight beside the present one
-_SLOTS = _AHEAD + 2
+STREAM_SLOTS = _AHEAD + 2  # buffers on the device
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class OptionStream:
         self._order: list[tuple[int, bool]] = []  # layer and whether all options were asked for, as last seen
         self._position = 0
         self._copies: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._slots: list[Tensor | None] = [None] * _SLOTS
+        self._slots: list[Tensor | None] = [None] * STREAM_SLOTS
         self._arrived: dict[int, tuple[_Request, torch.cuda.Event]] = {}  # by position
         self._left: dict[int, torch.cuda.Event] = {}  # by position: when its slot was last read
 
@@ -54,16 +54,6 @@ class OptionStream:
         streamed = StreamedOptions(self, len(self._layers), options)
         self._layers.append(streamed)
         return streamed
-
-    @property
-    def host_bytes(self) -> int:
-        """Pinned memory."""
-        return sum(layer.host.nbytes for layer in self._layers)
-
-    @property
-    def device_bytes(self) -> int:
-        """Buffers that the options pass through."""
-        return _SLOTS * max((layer.host.nbytes for layer in self._layers), default=0)
 
     def restart(self) -> None:
         """Begin a pass; to be called when other options have been chosen, so that the first are under way."""
@@ -109,8 +99,8 @@ class OptionStream:
 
     def _copy(self, position: int, request: _Request) -> None:
         source = self._layers[request.layer]
-        # The slot was last read by the request _SLOTS before, or in the pass before this one.
-        free = self._left.get(position - _SLOTS if position >= _SLOTS else -1)
+        # The slot was last read by the request STREAM_SLOTS before, or in the pass before this one.
+        free = self._left.get(position - STREAM_SLOTS if position >= STREAM_SLOTS else -1)
         if free is not None:
             self._copies.wait_event(free)
         target = self._slot(position)
@@ -120,13 +110,13 @@ class OptionStream:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._copies)
         self._arrived[position] = (request, event)
-        for old in [p for p in self._arrived if p < position - _SLOTS]:
+        for old in [p for p in self._arrived if p < position - STREAM_SLOTS]:
             del self._arrived[old]
-        for old in [p for p in self._left if 0 <= p < position - 2 * _SLOTS]:
+        for old in [p for p in self._left if 0 <= p < position - 2 * STREAM_SLOTS]:
             del self._left[old]
 
     def _slot(self, position: int) -> Tensor:
-        index = position % _SLOTS
+        index = position % STREAM_SLOTS
         size = max(layer.host.nbytes for layer in self._layers)
         slot = self._slots[index]
         if slot is None or slot.numel() < size:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 __all__ = ["ProbeRoom", "UsedRoom"]
 
-_FIRST = 1.5  # room made in the first sample, in units of what a router without preferences would need
+# Room costs little, a sample that is done again costs a sample: what was needed once is kept for hundreds of them.
+_FIRST = 2.0  # room made in the first samples, in units of what a router without preferences would need
 _MARGIN = 1.3  # over the most that was needed lately
-_FORGET = 0.97  # per sample: how fast a sample that needed much is forgotten
+_FORGET = 0.998  # per sample: how fast a sample that needed much is forgotten
 _MULTIPLE = 128
 
 
@@ -37,12 +38,16 @@ class ProbeRoom:
     Args:
         layers: Sparse layers.
         always_counted: Count them in samples as well, as is best where the host is the device.
+
+    Attributes:
+        too_small: Samples so far that needed more room than they had.
     """
 
     def __init__(self, layers: int, *, always_counted: bool) -> None:
         self._always_counted = always_counted
         self._factors = [_FIRST] * layers
         self._used: UsedRoom | None = None
+        self.too_small = 0
 
     @property
     def counted(self) -> bool:
@@ -80,4 +85,5 @@ class ProbeRoom:
         for (layer, places, expected, _), number in zip(used.layers, numbers, strict=True):
             enough &= number <= places
             self._factors[layer] = max(_MARGIN * number / expected, _FORGET * self._factors[layer])
+        self.too_small += not enough
         return enough

@@ -8,7 +8,7 @@ import torch
 
 from rco.models.loading import LoadedModel, wrap_model
 
-__all__ = ["SHAPES", "random_model"]
+__all__ = ["SHAPES", "random_model", "shape_settings"]
 
 _GATED = {"tie_word_embeddings": False, "use_cache": False}
 
@@ -61,6 +61,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def shape_settings(shape: str) -> tuple[str, dict[str, Any]]:
+    """Family and settings of a named shape.
+
+    Raises:
+        ValueError: There is no such shape.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"There is no shape {shape!r}; there are {', '.join(SHAPES)}.")
+    return SHAPES[shape]
+
+
 def random_model(
     shape: str, *, device: torch.device | str, dtype: torch.dtype, layers: int | None = None, seed: int = 0
 ) -> LoadedModel:
@@ -73,11 +84,9 @@ def random_model(
         layers: Fewer blocks than the shape has; None for all.
         seed: Of the weights.
     """
-    if shape not in SHAPES:
-        raise ValueError(f"There is no shape {shape!r}; there are {', '.join(SHAPES)}.")
+    family, settings = shape_settings(shape)
     import transformers
 
-    family, settings = SHAPES[shape]
     if layers is not None:
         settings = {**settings, "num_hidden_layers": layers}
     config = getattr(transformers, f"{family}Config")(**settings, **_GATED)

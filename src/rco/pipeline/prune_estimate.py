@@ -38,6 +38,7 @@ def estimate_pruning(backend: ExpertPruningBackend, config: PruneConfig) -> Esti
         sequences * config.length * hidden * width,
         activations * width,
         searches * forwards * _seconds_per_token(backend, config.length),
+        on_gpu=loaded.device.type == "cuda",
     )
 
 

@@ -26,7 +26,7 @@ from rco.data.calibration import CalibrationSet
 from rco.models.gating import checkpointed_blocks
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
-from rco.models.shapes import SHAPES, random_model
+from rco.models.shapes import random_model, shape_settings
 
 __all__ = [
     "Case",
@@ -72,7 +72,7 @@ class Case:
 
 def sparse(shape: str) -> bool:
     """Whether a shape has experts, which are pruned; the others are quantized."""
-    return "num_experts" in SHAPES[shape][1]
+    return "num_experts" in shape_settings(shape)[1]
 
 
 def synchronize(device: torch.device) -> None:
