@@ -25,7 +25,7 @@ from rco.export.compressed_tensors import quantization_config
 from rco.models.loading import load_model, wrap_model
 from rco.models.moe import moe_layers
 from rco.models.moe_hessians import ExpertHessians
-from rco.models.moe_linears import ExpertLinear, model_linears
+from rco.models.moe_linears import ExpertLinear, expert_linears, model_linears
 from rco.models.moe_routing import route
 from rco.models.moe_tiny import TINY_MOE_NAMES, tiny_moe, tiny_tokens
 
@@ -172,9 +172,10 @@ def test_active_bits_weigh_groups_by_their_visits(tmp_path):
     assert unvisited.of(backend.plan.experts[0]) == 1
 
 
-def test_hessians_are_those_of_the_routed_tokens():
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_hessians_are_those_of_the_routed_tokens(name):
     """Against a loop over experts; without topping up, then with it."""
-    model = tiny_moe("deepseek_v3", dtype=torch.float32)
+    model = tiny_moe(name, dtype=torch.float32)
     layer = moe_layers(model)[0]
     hidden = torch.randn(40, 32)
     routing = route(layer.rule, layer.logits(hidden), layer.correction)
@@ -182,21 +183,25 @@ def test_hessians_are_those_of_the_routed_tokens():
     for part in hidden.split(20):
         plain.add(part)
         topped.add(part)
-    gate_up, down = layer.experts.gate_up_proj, layer.experts.down_proj
+    experts = {(info.expert, info.projection): info.weight for info in expert_linears(layer)}
+    bias = getattr(layer.experts, "gate_up_proj_bias", None)
     for expert in range(layer.num_experts):
         rows = hidden[(routing.indices == expert).any(dim=1)]
         assert int(plain.visits[expert]) == int(topped.visits[expert]) == len(rows)
         assert int(plain.added[expert]) == 0
         assert int(topped.visits[expert] + topped.added[expert]) >= 9
         if len(rows):
-            inner = layer.experts._apply_gate(rows @ gate_up[expert].T)
+            both = [rows @ experts[expert, part].T for part in ("gate", "up")]
+            flat = (
+                torch.stack(both, -1).flatten(-2) if layer.architecture.interleaved else torch.cat(both, -1)
+            )
+            inner = layer.experts._apply_gate(flat if bias is None else flat + bias[expert])
             torch.testing.assert_close(
                 plain.matrices(False)[expert], 2 * rows.T @ rows / len(rows), rtol=1e-4, atol=1e-4
             )
             torch.testing.assert_close(
                 plain.matrices(True)[expert], 2 * inner.T @ inner / len(rows), rtol=1e-3, atol=1e-3
             )
-    assert down.shape[0] == layer.num_experts
     # Those that are added are the likeliest of the tokens that were not routed there, batch by batch.
     short = int((topped.added > 0).nonzero()[0])
     first = routing.indices[:20]

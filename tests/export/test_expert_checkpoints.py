@@ -112,6 +112,32 @@ def test_stock_transformers_gives_the_evaluated_logits(tmp_path):
         )
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_widths_and_pruning_load_with_the_code_that_they_bring(name, tmp_path, monkeypatch):
+    """A width for every expert, or none: packed, in the bytes that were counted, with the evaluated logits."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    pytest.importorskip("compressed_tensors")
+    backend = make_backend(tmp_path, name, allow_prune=True)
+    backend.prepare(text())
+    allocation = random_allocation(backend, seed=3)
+    assert 0 in backend.choice_of(allocation).values()
+    source, weights = backend.deployed(allocation)
+    summary = CompressedTensorsExporter().export(source, weights, tmp_path / "out")
+    size = backend.costs("size")
+    assert summary.total_bytes <= size.fixed + int(
+        size.matrix[np.arange(len(allocation)), np.array(list(allocation))].sum()
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    torch.testing.assert_close(
+        model.eval()(text().tokens).logits,
+        evaluated(backend, allocation, text().tokens),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
 def test_dense_checkpoints_of_uneven_layers_bring_their_code(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
