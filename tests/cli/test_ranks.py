@@ -59,22 +59,24 @@ def alone(folder, job):
     return runs
 
 
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("kind", ["quantize", "prune"])
-def test_two_ranks_give_the_same_run(folder, job, alone, kind):
-    run = folder / f"{kind}-2"
-    (code, out, _), helper = results(start_ranks(2, rank_jobs.command, [*job(kind), "--out", str(run)]))
+def test_any_number_of_ranks_gives_the_same_run(folder, job, alone, kind, count):
+    run = folder / f"{kind}-{count}"
+    (code, out, _), *helpers = results(start_ranks(count, rank_jobs.command, [*job(kind), "--out", str(run)]))
     assert code == 0
     assert json.loads(out)["folder"] == str(run)
-    assert helper == (0, "", "")  # it writes and prints nothing
+    assert helpers == [(0, "", "")] * (count - 1)  # they write and print nothing
     assert outcome(run) == alone[kind]
     if kind == "quantize":
-        stores = [CandidateStore.open(folder / f"{kind}-{name}" / "candidates") for name in ("alone", "2")]
+        stores = [CandidateStore.open(at / "candidates") for at in (folder / f"{kind}-alone", run)]
         assert stores[0].manifest == stores[1].manifest
 
 
-def test_a_death_leaves_a_run_that_one_process_can_finish(folder, job, alone):
-    run = folder / "quantize-killed"
-    arguments = [*job("quantize"), "--out", str(run)]
+@pytest.mark.parametrize("kind", ["quantize", "prune"])
+def test_a_death_leaves_a_run_that_one_process_can_finish(folder, job, alone, kind):
+    run = folder / f"{kind}-killed"
+    arguments = [*job(kind), "--out", str(run)]
     found = start_ranks(2, rank_jobs.command, arguments, 1)
     code, out, err = found[0][0]
     assert 1 not in found
@@ -86,7 +88,7 @@ def test_a_death_leaves_a_run_that_one_process_can_finish(folder, job, alone):
     assert list(run.glob("checkpoints/*.pt"))
     code, _, err = rank_jobs.command([*arguments, "--resume"])
     assert code == 0, err
-    assert outcome(run) == alone["quantize"]
+    assert outcome(run) == alone[kind]
 
 
 @pytest.mark.parametrize(
