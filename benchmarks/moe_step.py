@@ -11,7 +11,7 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from rco.pipeline.common import build_data
 from rco.pipeline.configs import QuantizeConfig
 from rco.pipeline.quantize import plan_quantization
 from rco.runs import environment, write_json_atomic
+from rco.studies.step_cases import measure
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -50,19 +51,11 @@ def plain_pass(loaded, data, reference):
 
 def seconds_of(task, device, sequences, repeats):
     """Seconds of every repeat but a first one, each on another sequence."""
-    found = []
-    for index in range(repeats + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        task(index % sequences)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - began)
-    return found[1:]
+    turns = cycle(range(sequences))
+    return measure(lambda: task(next(turns)), device, repeats, warmup=1).seconds
 
 
-def measure(model, length, arguments, folder):
+def row_of(model, length, arguments, folder):
     """A row of the results."""
     experts_alone = arguments.attention == "16"
     config = QuantizeConfig(
@@ -137,7 +130,7 @@ def main():
     for model in arguments.model.split(","):
         for length in map(int, arguments.length.split(",")):
             with tempfile.TemporaryDirectory() as folder:
-                row = measure(model, length, arguments, folder)
+                row = row_of(model, length, arguments, folder)
             rows.append(row)
             print(
                 f"{row['model']} {length} tokens: plain {row['plain_seconds']:.3f} s, search step "

@@ -43,6 +43,7 @@ __all__ = [
     "RunDirectory",
     "RunError",
     "WriteError",
+    "available_cores",
     "environment",
     "write_json_atomic",
 ]
@@ -308,6 +309,11 @@ class RunDirectory:
             raise RunError(f"{self.folder} was opened for reading; open it with write=True to change {name}.")
 
 
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def environment() -> dict[str, Any]:
     """Versions and hardware, as recorded beside every measurement."""
     described: dict[str, Any] = {
@@ -318,7 +324,7 @@ def environment() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "platform": platform.platform(),
         "cpu": _cpu_name(),
-        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_count": available_cores(),
         "threads": torch.get_num_threads(),
         "gpu": [],
     }

@@ -6,7 +6,6 @@ each kind of compression makes its own.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from rco.pipeline.compare_tables import Draw, write_comparison
 from rco.pipeline.estimate import Estimate
 from rco.pipeline.jobs import Named, Worker, run_jobs
 from rco.pipeline.progress import Progress
-from rco.runs import RunDirectory
+from rco.runs import RunDirectory, available_cores
 
 __all__ = ["Comparison", "fitting_workers", "parse_methods", "run_comparison", "seeds_of"]
 
@@ -78,8 +77,7 @@ def fitting_workers(expected: Estimate, threads: int) -> int:
     """Processes that the cores and the free memory of this machine hold; one on a GPU."""
     if expected.on_gpu:
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    fitting, free = cores // threads, _free_memory()
+    fitting, free = available_cores() // threads, _free_memory()
     if free is not None:
         fitting = min(fitting, free // (expected.memory + _PROCESS))
     return max(1, fitting)

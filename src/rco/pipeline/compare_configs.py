@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from rco.backends.base import Budget
-from rco.pipeline.configs import QuantizeConfig
+from rco.pipeline.configs import QuantizeConfig, SearchProcesses
 from rco.settings import setting
 
 __all__ = ["CompareQuantizeConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareQuantizeConfig(QuantizeConfig):
+class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
     """Methods side by side at one or more budgets; the flags of ``rco compare quantize``."""
 
     methods: str = setting(
@@ -48,13 +48,6 @@ class CompareQuantizeConfig(QuantizeConfig):
         None, help="Tasks to measure, too: JSONL files or lm-eval names, comma-separated.", panel="Comparison"
     )
     limit: int | None = setting(None, help="Items per task.", panel="Comparison", least=1)
-    workers: int | None = setting(
-        None,
-        help="Processes that run searches at the same time; default: as cores and memory allow, one on a GPU.",
-        panel="Machine",
-        least=1,
-    )
-    threads: int = setting(1, help="Threads of each process.", panel="Machine", least=1)
 
     def budget_list(self) -> list[str]:
         """The budgets, as they were written."""

@@ -20,6 +20,7 @@ __all__ = [
     "ExportConfig",
     "PruneConfig",
     "QuantizeConfig",
+    "SearchProcesses",
 ]
 
 Prior = Literal["fisher", "output-error", "uniform"]
@@ -306,7 +307,20 @@ class PruneConfig(CompressConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparePruneConfig(PruneConfig):
+class SearchProcesses:
+    """How the searches of a comparison are spread over this machine."""
+
+    workers: int | None = setting(
+        None,
+        help="Processes that run searches at the same time; default: as cores and memory allow, one on a GPU.",
+        panel="Machine",
+        least=1,
+    )
+    threads: int = setting(1, help="Threads of each process.", panel="Machine", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparePruneConfig(SearchProcesses, PruneConfig):
     """Methods side by side on one pruning problem; the flags of ``rco compare prune``."""
 
     methods: str = setting(
@@ -326,13 +340,6 @@ class ComparePruneConfig(PruneConfig):
         panel="Comparison",
         least=1,
     )
-    workers: int | None = setting(
-        None,
-        help="Processes that run searches at the same time; default: as cores and memory allow, one on a GPU.",
-        panel="Machine",
-        least=1,
-    )
-    threads: int = setting(1, help="Threads of each process.", panel="Machine", least=1)
 
     def identity(self) -> dict[str, Any]:
         """As for a run; more seeds or methods may be added to a comparison later."""
