@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from rco.backends.memory import saved_bytes_per_token, search_memory
+from rco.backends.memory import pruning_memory, saved_bytes_per_token, search_memory
 from rco.backends.plan import make_plan
 from rco.compressors.packing import PackedWeight, pack
 from rco.compressors.streaming import pinned
@@ -49,6 +49,24 @@ def test_checkpointing_and_streaming_take_less(loaded):
     assert plain.peak == plain.search + plain.originals
     total = 4 * sum(parameter.numel() for parameter in loaded.model.parameters())
     assert plain.weights + plain.originals == total
+
+
+def test_pruning_keeps_what_its_backward_pass_reads():
+    sparse = random_model("quick-moe", device="cpu", dtype=torch.float32)
+    tokens, hidden, inner, top_k, layers = 4096, 64, 32, 2, 2
+    gc.collect()
+    before = tensors()
+    plain, less = (
+        pruning_memory(sparse, tokens=tokens, dtype=torch.float32, checkpointing=checkpointing)
+        for checkpointing in (False, True)
+    )
+    gc.collect()
+    assert tensors() == before
+    assert plain.weights == 4 * sum(parameter.numel() for parameter in sparse.model.parameters())
+    assert plain.originals == plain.candidates == 0
+    # At the least every pair's inner states, which the experts' backward pass starts from, and every token's input.
+    assert plain.activations >= 4 * tokens * layers * (top_k * 2 * inner + hidden)
+    assert less.activations == 4 * tokens * layers * hidden < plain.activations
 
 
 def test_options_side_by_side_are_the_same_options():

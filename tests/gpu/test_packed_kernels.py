@@ -7,6 +7,8 @@ from rco.compressors.packing import PackedWeight, inner_products, pack
 from rco.compressors.streaming import OptionStream
 from rco.compressors.switchable import Selection, SwitchableLinear, switchable_linear
 
+gpu = pytest.importorskip("rco.compressors.gpu", reason="the kernels are Triton's", exc_type=ImportError)
+
 pytestmark = pytest.mark.gpu
 
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -42,6 +44,23 @@ def test_decoding_is_that_of_the_cpu_bit_for_bit(rows, cols, group, symmetric, d
             found = torch.full((rows, cols), torch.nan, dtype=target, device="cuda")
             weight.to("cuda").dequantize(out=found)
             assert torch.equal(found.cpu(), weight.dequantize(target)), (bits, target)
+
+
+@pytest.mark.parametrize(("rows", "cols", "group", "symmetric", "dtype"), CASES)
+def test_decoding_by_a_choice_on_the_device(rows, cols, group, symmetric, dtype):
+    options = [packed(rows, cols, bits, group, symmetric, dtype, seed=bits) for bits in range(1, 9)]
+    dense = torch.randn(rows, cols).to(dtype)
+    listed = [*(option.to("cuda") for option in options), dense.cuda()]
+    decode = gpu.chosen_decoder(listed, dtype, (rows, cols))
+    regular = dtype == BF16 and cols % 128 == 0 and (group is None or group % 128 == 0)
+    assert (decode is not None) == regular
+    if decode is not None:
+        choices = torch.randperm(len(listed), device="cuda")
+        found = torch.full((rows, cols), torch.nan, dtype=dtype, device="cuda")
+        for place, choice in zip(choices.unbind(), choices.tolist(), strict=True):
+            decode(place, found)
+            wanted = dense if choice == 8 else options[choice].dequantize(dtype)
+            assert torch.equal(found.cpu(), wanted), choice
 
 
 @pytest.mark.parametrize(("rows", "cols", "group", "symmetric", "dtype"), CASES)

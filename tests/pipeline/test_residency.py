@@ -66,14 +66,14 @@ def test_a_model_on_several_gpus_keeps_candidates_beside_its_linears(choose):
 
 def test_the_reference_of_pruning_is_in_host_memory(monkeypatch):
     monkeypatch.setattr(prune_estimate, "_seconds_per_token", lambda *_: 1e-6)
+    counted = SearchMemory(weights=1000, originals=0, candidates=0, activations=100, workspace=10)
+    monkeypatch.setattr(prune_estimate, "pruning_memory", lambda *_, **__: counted)
     head = SimpleNamespace(weight=torch.empty(100, 8))
     found = {}
     for device in ("cpu", "cuda"):
-        model = torch.nn.Linear(8, 100, bias=False)
         layout = SimpleNamespace(head=lambda _: head)
-        loaded = SimpleNamespace(model=model, layout=layout, device=torch.device(device))
-        layers = [SimpleNamespace(top_k=2)]
-        backend = SimpleNamespace(loaded=loaded, compute_dtype=torch.bfloat16, layers=layers)
+        loaded = SimpleNamespace(model=None, layout=layout, device=torch.device(device))
+        backend = SimpleNamespace(loaded=loaded, compute_dtype=torch.bfloat16)
         found[device] = prune_estimate.estimate_pruning(backend, PruneConfig(model="any", experts="0.25"))
     assert found["cuda"].reference_bytes == found["cpu"].reference_bytes > 0
     assert found["cpu"].memory - found["cuda"].memory == found["cuda"].reference_bytes

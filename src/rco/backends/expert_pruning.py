@@ -26,6 +26,7 @@ from rco.models.moe_gates import ExpertGates, GateMode, expert_gates
 from rco.models.moe_prune import split_keep
 from rco.models.moe_scores import collect_expert_scores
 from rco.models.precision import computing_in, default_compute_dtype
+from rco.models.spread import on_one_gpu
 
 __all__ = ["SCORES", "ExpertPruningBackend", "PriorName", "PriorScale", "score_table"]
 
@@ -61,6 +62,7 @@ class ExpertPruningBackend(Backend):
         batch_size: Sequences per batch of the objective.
         checkpointing: Recompute activations in the backward pass, to save memory.
         on_progress: Called with (batches done, all batches) while experts are scored.
+        graphs: Record samples of the search as CUDA graphs where that is possible.
 
     Raises:
         UnsupportedMoEError: The model has no experts, or its architecture is not known.
@@ -86,6 +88,7 @@ class ExpertPruningBackend(Backend):
         batch_size: int = 1,
         checkpointing: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
+        graphs: bool = True,
     ) -> None:
         self.loaded = loaded
         self.layers: list[MoELayer] = moe_layers(loaded.model)
@@ -98,6 +101,7 @@ class ExpertPruningBackend(Backend):
         self.compute_dtype = compute_dtype or default_compute_dtype(loaded.device, loaded.dtype)
         self.loss_kind, self.top_k, self.batch_size = loss, top_k, batch_size
         self.checkpointing, self.on_progress = checkpointing, on_progress
+        self.graphs = graphs
         self._scores: dict[str, list[Tensor]] | None = None
 
     @property
@@ -231,6 +235,7 @@ class ExpertPruningBackend(Backend):
         ]
         with self.gated() as gates:
             head = self.full_head()
+            recordable = self.graphs and on_one_gpu(self.loaded.model)
 
             def make(
                 data: CalibrationSet,
@@ -238,9 +243,13 @@ class ExpertPruningBackend(Backend):
                 mode: GateMode,
                 held_back: ExpertObjective | None,
             ) -> ExpertObjective:
-                def set_gates(given: Tensor, values: Tensor | None = None) -> None:
-                    gates.use_mode(mode)
+                def set_gates(given: Tensor, values: Tensor | None = None, recorded: bool = False) -> None:
+                    gates.use_mode(mode)  # and read where they are, recorded or not
                     gates.set_gates(given[:, KEEP], None if values is None else values[:, KEEP])
+
+                def check(values: Tensor) -> None:
+                    if mode == "deployed":
+                        gates.check_deployed(values[:, KEEP])
 
                 return ExpertObjective(
                     self.loaded,
@@ -255,12 +264,17 @@ class ExpertPruningBackend(Backend):
                     group_blocks=self.blocks.tolist(),
                     curvature=None if held_back is None else self.curvature(),
                     room=gates.room,
+                    check_recorded=check if recordable and data is calibration else None,
                 )
 
             held_back = None
             if selection is not None:
                 held_back = make(selection, references[1], "deployed", None)
-            yield make(calibration, references[0], self.mode, held_back)
+            objective = make(calibration, references[0], self.mode, held_back)
+            try:
+                yield objective
+            finally:
+                objective.forget_recording()
 
     # ------------------------------------------------------------- allocations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,12 @@ from rco.compressors.streaming import STREAM_SLOTS
 from rco.losses import LOGITS_BYTES, chunk_length
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
+from rco.models.moe import MoELayer
+from rco.models.moe_experts import expert_weights
+from rco.models.moe_gates import expert_gates
 from rco.models.moe_linears import EXPERT_ROLE
 
-__all__ = ["SearchMemory", "saved_bytes_per_token", "search_memory"]
+__all__ = ["SearchMemory", "pruning_memory", "saved_bytes_per_token", "search_memory"]
 
 _PROBE_TOKENS = 64
 
@@ -31,7 +34,8 @@ class SearchMemory:
         originals: Those linears; in host memory while a GPU searches, on the device for the sensitivities.
         candidates: Packed options, or the buffers that they stream through.
         activations: What the backward pass needs.
-        workspace: Dense weight and its gradient, the loss's chunks of logits.
+        workspace: Dense weight and its gradient, the loss's chunks of logits; on a GPU also what the allocator has
+            taken and cannot fill.
     """
 
     weights: int
@@ -53,6 +57,18 @@ class SearchMemory:
 
 def saved_bytes_per_token(loaded: LoadedModel, linears: Sequence[LinearInfo]) -> float:
     """Bytes per token that autograd keeps for gradients of the given linears' weights, all blocks together."""
+    weights: list[Any] = [info.module.weight for info in linears if info.role != EXPERT_ROLE]
+    try:
+        for weight in weights:
+            weight.requires_grad_(True)
+        return _saved_per_token(loaded)
+    finally:
+        for weight in weights:
+            weight.requires_grad_(False)
+
+
+def _saved_per_token(loaded: LoadedModel) -> float:
+    """Bytes per token that autograd keeps in a forward pass of the model as it is."""
     owned = {t.untyped_storage().data_ptr() for t in (*loaded.model.parameters(), *loaded.model.buffers())}
     found: dict[int, int] = {}
 
@@ -64,16 +80,9 @@ def saved_bytes_per_token(loaded: LoadedModel, linears: Sequence[LinearInfo]) ->
         return tensor.detach()
 
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=loaded.device)
-    weights: list[Any] = [info.module.weight for info in linears if info.role != EXPERT_ROLE]
-    try:
-        for weight in weights:
-            weight.requires_grad_(True)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            hidden = loaded.layout.final_hidden(loaded.model, ids)
-        del hidden
-    finally:
-        for weight in weights:
-            weight.requires_grad_(False)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        hidden = loaded.layout.final_hidden(loaded.model, ids)
+    del hidden
     return sum(found.values()) / _PROBE_TOKENS
 
 
@@ -97,7 +106,6 @@ def search_memory(
         offload: Whether packed options stay in host memory.
     """
     width = dtype.itemsize
-    on_gpu = loaded.device.type == "cuda"
     parameters = sum(p.numel() for p in loaded.model.parameters())
     own = sum(info.parameters for info in plan.linears if info.role not in ("head", EXPERT_ROLE))
     per_linear = {
@@ -110,25 +118,63 @@ def search_memory(
         experts = {info.name for info in plan.linears if info.role == EXPERT_ROLE}
         streamed = [size for name, size in per_linear.items() if name not in experts]
         candidates += STREAM_SLOTS * max(streamed, default=0) - sum(streamed)
-    head = loaded.layout.head(loaded.model).weight
-    blocks = max(len(loaded.layout.blocks(loaded.model)), 1)
     # The probe computes in the type that the model has now.
     saved = int(saved_bytes_per_token(loaded, plan.linears) * tokens * width / loaded.dtype.itemsize)
-    states = tokens * head.shape[1] * width
-    rows = min(chunk_length(head.shape[0], allowance=LOGITS_BYTES * (2 if on_gpu else 1)), tokens)
-    # Four buffers of float32 logits, and in a half type the slope that multiplies the output layer.
-    loss = rows * head.shape[0] * (16 + (width if width < 4 else 0)) + 3 * states
     largest = max((info.parameters for info in plan.linears), default=0) * width
     widest = max((max(info.in_features, info.out_features) for info in plan.linears), default=0)
     backward = largest + 4 * tokens * widest * width
-    activations = saved
-    if checkpointing:
-        inputs = blocks * states
-        activations, loss = inputs, max(loss, saved // blocks + backward)
-    return SearchMemory(
+    activations, workspace = _at_the_peak(loaded, tokens, width, saved, backward, checkpointing)
+    counted = SearchMemory(
         weights=(parameters - own) * width,
         originals=own * width,
         candidates=candidates,
         activations=activations,
-        workspace=largest + max(loss, backward),
+        workspace=largest + workspace,
     )
+    return _with_unfilled(counted, loaded.device)
+
+
+def pruning_memory(
+    loaded: LoadedModel, *, tokens: int, dtype: torch.dtype, checkpointing: bool
+) -> SearchMemory:
+    """Count the memory of a search step over gates of experts; the arguments are those of :func:`search_memory`."""
+    width = dtype.itemsize
+    with expert_gates(loaded.model) as gates:
+        gates.set_gates(torch.ones(gates.num_gates, device=loaded.device, requires_grad=True))
+        saved = int(_saved_per_token(loaded) * tokens * width / loaded.dtype.itemsize)
+    backward = max(_layer_backward(layer, tokens) for layer in gates.layers) * width
+    activations, workspace = _at_the_peak(loaded, tokens, width, saved, backward, checkpointing)
+    parameters = sum(p.numel() for p in loaded.model.parameters())
+    return _with_unfilled(SearchMemory(parameters * width, 0, 0, activations, workspace), loaded.device)
+
+
+def _with_unfilled(counted: SearchMemory, device: torch.device) -> SearchMemory:
+    """With the gaps between tensors and the libraries' workspaces: about a GiB of a GPU, less of a small search."""
+    unfilled = min(2**30, counted.search // 12) if device.type == "cuda" else 0
+    return replace(counted, workspace=counted.workspace + unfilled)
+
+
+def _layer_backward(layer: MoELayer, tokens: int) -> int:
+    """Numbers that a sparse layer's backward pass holds beside what was saved for it."""
+    weights = expert_weights(layer.experts)
+    inner, hidden = weights.down.shape[1:]
+    # Every pair's output gradient, and its inner states and their gradients; the same of what pruned experts would
+    # have said, of which there are half as many (a quarter of the experts being pruned) and one per token.
+    pairs = tokens * layer.top_k
+    return int(pairs * (hidden + 4 * inner) + (pairs // 2 + tokens) * (2 * hidden + 5 * inner))
+
+
+def _at_the_peak(
+    loaded: LoadedModel, tokens: int, width: int, saved: int, backward: int, checkpointing: bool
+) -> tuple[int, int]:
+    """Bytes kept for the backward pass, and the most that the loss or a layer's backward pass takes beside them."""
+    head = loaded.layout.head(loaded.model).weight
+    blocks = max(len(loaded.layout.blocks(loaded.model)), 1)
+    states = tokens * head.shape[1] * width
+    allowance = LOGITS_BYTES * (2 if loaded.device.type == "cuda" else 1)
+    rows = min(chunk_length(head.shape[0], allowance=allowance), tokens)
+    # Four buffers of float32 logits, and in a half type the slope that multiplies the output layer.
+    loss = rows * head.shape[0] * (16 + (width if width < 4 else 0)) + 3 * states
+    if checkpointing:
+        return blocks * states, max(loss, saved // blocks + backward)
+    return saved, max(loss, backward)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from rco.backends.recording import Recording
 from rco.core.transfer import send
 from rco.data.calibration import CalibrationSet
 from rco.losses import Head, chunked_cross_entropy, chunked_kl
 from rco.models.loading import LoadedModel
-from rco.models.moe_room import ProbeRoom
+from rco.models.moe_room import ProbeRoom, UsedRoom
 
 __all__ = ["Disturb", "LanguageModelObjective", "LossKind", "OptionErrors", "Reference", "SetGates"]
+
+logger = logging.getLogger(__name__)
 
 LossKind = Literal["kl", "cross-entropy"]
 
@@ -60,13 +64,15 @@ class OptionErrors(Protocol):
 class SetGates(Protocol):
     """Applies gates to a model."""
 
-    def __call__(self, gates: Tensor, values: Tensor | None = None) -> None:
+    def __call__(self, gates: Tensor, values: Tensor | None = None, recorded: bool = False) -> None:
         """Let the model use the options that ``gates`` (N, K) pick.
 
         Args:
             gates: One-hot rows that may carry gradient.
             values: The same numbers in host memory, where the gates are on a device: choices are read off them,
                 so that nobody waits.
+            recorded: What is launched will be launched again with other gates: choices are read off the gates where
+                they are, when they are needed. Only where a :class:`LanguageModelObjective` was told that it may.
         """
         ...
 
@@ -77,6 +83,16 @@ class Disturb(Protocol):
     def __call__(self, group: int, squared_error: float, seed: int) -> AbstractContextManager[None]:
         """The noise's square is ``squared_error`` times that of the weights under the present gates."""
         ...
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A batch of sequences: what the model reads, where it is, and what is asked about it, in host memory."""
+
+    tokens: Tensor  # (B, L) on the model's device
+    reference: Tensor | None  # (B, L, H) likewise
+    following: Tensor  # (B, L - 1) the tokens to be predicted
+    mask: Tensor  # (B, L - 1) what counts, known without asking the device
 
 
 class LanguageModelObjective:
@@ -96,6 +112,8 @@ class LanguageModelObjective:
         errors: Makes the tables that some methods ask for; None: there are none.
         room: What the model's backward pass makes room for without knowing how much it needs; None: nothing.
         disturb: Adds noise to one group's weights inside its context; None: it cannot be done.
+        check_recorded: Refuses gates (N, K), in host memory, that cannot be set. Given where samples may be
+            recorded as a CUDA graph, which is replayed without anybody looking at the gates; None: they may not.
 
     Attributes:
         layer_errors: (N, K) sensitivities of layers' outputs, where someone has measured them and set them here.
@@ -121,6 +139,7 @@ class LanguageModelObjective:
         errors: OptionErrors | None = None,
         room: ProbeRoom | None = None,
         disturb: Disturb | None = None,
+        check_recorded: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._loaded = loaded
         self._calibration = calibration
@@ -137,6 +156,11 @@ class LanguageModelObjective:
         self._errors = errors
         self._room = room
         self._disturb = disturb
+        # Only where sequences count as a whole, as plain text does: others differ in how many tokens they ask for.
+        whole = bool(calibration.mask[:, :-1].all()) and reference is not None
+        self._check_recorded = check_recorded if whole else None
+        self._recording: tuple[Recording, UsedRoom | None] | None = None
+        self._answered = False
         self.tokens_per_batch = batch_size * calibration.tokens.shape[1]
 
     @property
@@ -181,36 +205,93 @@ class LanguageModelObjective:
         """
         values = gates.detach()
         # Not every device has the gates' float64.
-        placed = values.float() if self._loaded.device.type == "mps" else values
-        leaf = send(placed, self._loaded.device).requires_grad_()
-        room = self._room
-        with nullcontext() if room is None else room.sample() as used:
-            loss = self._loss(leaf, values, batch)
-            (gradient,) = torch.autograd.grad(loss, leaf)
-        loss = loss.detach()
+        placed = send(values.float() if self._loaded.device.type == "mps" else values, self._loaded.device)
+        text, room = self._text(batch), self._room
+        loss, gradient, used = self._replay(placed, values, text) or self._launch(placed, values, text)
 
         def answer() -> tuple[float, Tensor]:
             if room is not None and used is not None and not room.settle(used):
+                self.forget_recording()  # it has no more room than this sample had
                 return self.enqueue(gates, batch)()
+            self._answered = True
             return float(loss), gradient.to(device=values.device, dtype=values.dtype)
 
         return answer
 
-    def _loss(self, gates: Tensor, values: Tensor | None, batch: int) -> Tensor:
+    def forget_recording(self) -> None:
+        """Give back the memory of a recorded sample; the next ones are launched kernel by kernel."""
+        self._recording, self._answered = None, False
+
+    def _launch(
+        self, gates: Tensor, values: Tensor, text: _Text, recorded: bool = False
+    ) -> tuple[Tensor, Tensor, UsedRoom | None]:
+        """A sample's loss, its gradient in the gates, and the room that it used."""
+        leaf, room = gates.detach().requires_grad_(), self._room
+        with nullcontext() if room is None else room.sample(recorded) as used:
+            loss = self._loss_on(leaf, values, text, recorded)
+            (gradient,) = torch.autograd.grad(loss, leaf)
+        return loss.detach(), gradient, used
+
+    def _replay(
+        self, gates: Tensor, values: Tensor, text: _Text
+    ) -> tuple[Tensor, Tensor, UsedRoom | None] | None:
+        """The same from a recording; None without one. It is made once a sample has shown how much room to make."""
+        if self._check_recorded is None or text.reference is None:
+            return None
+        if self._room is not None and not self._answered:
+            return None
+        if self._recording is None:
+            self._recording = self._record(gates, values, text)
+            if self._recording is None:
+                return None
+        recording, used = self._recording
+        if not recording.takes(gates, text.tokens, text.reference):
+            return None
+        self._check_recorded(values)
+        loss, gradient, *counts = recording(gates, text.tokens, text.reference)
+        return loss, gradient, used.replayed(*counts) if used is not None and counts else None
+
+    def _record(self, gates: Tensor, values: Tensor, text: _Text) -> tuple[Recording, UsedRoom | None] | None:
+        used: UsedRoom | None = None
+
+        def work(gates: Tensor, tokens: Tensor, reference: Tensor) -> tuple[Tensor, ...]:
+            nonlocal used
+            here = replace(text, tokens=tokens, reference=reference)
+            loss, gradient, used = self._launch(gates, values, here, recorded=True)
+            return (loss, gradient) if used is None or not used.needed else (loss, gradient, used.counts())
+
+        assert text.reference is not None
+        try:
+            return Recording(work, [gates, text.tokens, text.reference]), used
+        except RuntimeError as error:  # out of memory among them
+            self._check_recorded = None
+            logger.warning(
+                "A sample could not be recorded as a CUDA graph (%s); samples are launched kernel by kernel.",
+                error,
+            )
+            return None
+
+    def _text(self, batch: int) -> _Text:
         if not 0 <= batch < self.num_batches:
             raise IndexError(f"There are {self.num_batches} batches, got number {batch}.")
         rows = slice(batch * self._batch_size, (batch + 1) * self._batch_size)
         device, ids = self._loaded.device, self._calibration.tokens[rows]
         tokens = send(ids, device)
-        mask = self._calibration.mask[rows, :-1]  # on the CPU: what counts is known without asking the device
         reference = None
         if self._reference is not None:
             # Fetched ahead of the forward pass, so that the copy is over by the time it is needed; whole sequences,
             # which are contiguous in pinned memory.
-            reference = send(self._reference.hidden[rows], device)[:, :-1]
-        self._set_gates(gates, values)
-        hidden = self._loaded.layout.final_hidden(self._loaded.model, tokens)[:, :-1]
+            reference = send(self._reference.hidden[rows], device)
+        return _Text(tokens, reference, ids[:, 1:], self._calibration.mask[rows, :-1])
+
+    def _loss(self, gates: Tensor, values: Tensor | None, batch: int) -> Tensor:
+        return self._loss_on(gates, values, self._text(batch))
+
+    def _loss_on(self, gates: Tensor, values: Tensor | None, text: _Text, recorded: bool = False) -> Tensor:
+        self._set_gates(gates, values, recorded)
+        hidden = self._loaded.layout.final_hidden(self._loaded.model, text.tokens)[:, :-1]
         head = self._student_head()
-        if reference is None:
-            return chunked_cross_entropy(hidden, head, ids[:, 1:], mask)
-        return chunked_kl(hidden, head, reference, self._reference_head, mask, top_k=self._top_k)
+        if text.reference is None:
+            return chunked_cross_entropy(hidden, head, text.following, text.mask)
+        reference = text.reference[:, :-1]
+        return chunked_kl(hidden, head, reference, self._reference_head, text.mask, top_k=self._top_k)

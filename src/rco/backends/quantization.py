@@ -38,6 +38,7 @@ from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear, model_linears
 from rco.models.precision import computing_in, default_compute_dtype
+from rco.models.spread import on_one_gpu
 from rco.store import CandidateStore, StoreMismatchError
 
 __all__ = ["QuantizationBackend", "Residency"]
@@ -63,6 +64,7 @@ class QuantizationBackend(Backend):
         visits: How often experts are routed to, if that is known already.
         on_progress: Called with (linears done, all linears) while candidates are made.
         ranks: Who shares the work on candidates and sensitivities.
+        graphs: Record samples of the search as CUDA graphs where that is possible.
         memory: ``resident`` keeps the packed candidates on the model's device, ``offload`` in host memory, from
             where they are streamed to a GPU.
     """
@@ -87,6 +89,7 @@ class QuantizationBackend(Backend):
         on_progress: Callable[[int, int], None] | None = None,
         ranks: Ranks | None = None,
         memory: Residency = "resident",
+        graphs: bool = True,
     ) -> None:
         self.loaded, self.plan, self.store_folder = loaded, plan, store_folder
         self.settings = settings if settings is not None else CandidateSettings()
@@ -102,6 +105,7 @@ class QuantizationBackend(Backend):
         self.ranks = ranks or Ranks()
         # On a CPU the candidates are where they are needed either way.
         self.memory: Residency = memory if loaded.device.type == "cuda" else "resident"
+        self.graphs = graphs
         self.store: CandidateStore | None = None
         self._packed: Mapping[str, Mapping[str, PackedWeight]] | None = None
         self.curvature: Tensor | None = None
@@ -362,6 +366,9 @@ class QuantizationBackend(Backend):
             switched = stack.enter_context(self.switchable(searching=True))
             # Read before any gate is set; its weight stays the full model's own.
             full = self.full_head()
+            recordable = (
+                self.graphs and on_one_gpu(self.loaded.model) and switched.recordable(self.compute_dtype)
+            )
 
             def make(
                 data: CalibrationSet, reference: Reference | None, held_back: LanguageModelObjective | None
@@ -380,10 +387,13 @@ class QuantizationBackend(Backend):
                     errors=self,
                     room=switched.room,
                     disturb=switched.disturbed,
+                    check_recorded=switched.check_gates if recordable and data is calibration else None,
                 )
 
             held_back = make(selection, references[1], None) if selection is not None else None
-            yield make(calibration, references[0], held_back)
+            objective = make(calibration, references[0], held_back)
+            stack.callback(objective.forget_recording)
+            yield objective
 
     def full_head(self) -> Head:
         """The full model's output layer, wherever its weight lives at the moment."""

@@ -73,13 +73,25 @@ class SwitchedModel:
         """What a backward pass makes room for; None where no expert can be pruned."""
         return None if self._experts is None else self._experts.room
 
-    def set_gates(self, gates: Tensor, values: Tensor | None = None) -> None:
+    def recordable(self, dtype: torch.dtype) -> bool:
+        """Whether :meth:`set_gates` takes ``recorded``, the model computing in a type.
+
+        Experts with options are decoded by as many launches as options are in use, which no recording can follow.
+        """
+        return self._experts is None and self._linears.recordable(dtype)
+
+    def check_gates(self, values: Tensor) -> None:
+        """Refuse gates (N, K), in host memory, whose rows are not one-hot."""
+        gate_choices(values)
+
+    def set_gates(self, gates: Tensor, values: Tensor | None = None, recorded: bool = False) -> None:
         """Let every group use the option that its row of the gates (N, K) picks; rows are one-hot.
 
-        ``values`` are the same numbers in host memory, where the gates are on a device.
+        ``values`` are the same numbers in host memory, where the gates are on a device. What is launched under
+        ``recorded`` gates may be launched again with others.
         """
         choices = gate_choices(gates if values is None else values)
-        self._linears.set_gates(gates, self._rows, active=self._active, choices=choices)
+        self._linears.set_gates(gates, self._rows, active=self._active, choices=choices, recorded=recorded)
         if self._experts is not None:
             self._experts.set_gates(gates, choices, self._wanted)
 

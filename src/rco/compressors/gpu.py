@@ -12,7 +12,7 @@ from rco.compressors.packing import PackedWeight
 from rco.compressors.triton_kernels import DENSE, Operand
 from rco.core.transfer import send
 
-__all__ = ["decoder", "multiplier"]
+__all__ = ["chosen_decoder", "decoder", "multiplier"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -53,6 +53,23 @@ def decoder(weight: PackedWeight, dtype: torch.dtype) -> Callable[[Tensor], None
     return decode
 
 
+def chosen_decoder(
+    options: Sequence[PackedWeight | Tensor], dtype: torch.dtype, shape: tuple[int, int]
+) -> Callable[[Tensor, Tensor], None] | None:
+    """What decodes the option that a number on the device picks; None if no kernel serves these options.
+
+    The number is read when the kernel runs, so that what was recorded once may run again with another choice.
+    """
+    groups = {option.group_size for option in options if isinstance(option, PackedWeight)}
+    if len(groups) != 1 or not _takes(dtype, options, shape):
+        return None
+    (group,) = groups
+    operands = [_operand(o) if isinstance(o, PackedWeight) else _dense_operand(o) for o in options]
+    if not triton_bfloat16.decodes(dtype, operands, group, shape):
+        return None
+    return triton_bfloat16.chosen_decoder(operands, group, shape)
+
+
 def multiplier(
     options: Sequence[Option], parts: int, dtype: torch.dtype, shape: tuple[int, int], device: torch.device
 ) -> Callable[[Tensor], Tensor] | None:
@@ -70,8 +87,7 @@ def multiplier(
         elif option is not None:
             # A dense option has no groups: it goes along with the first packed one.
             group = groups[0] if groups else shape[1]
-            dense = option.detach()
-            by_group.setdefault(group, []).append((index, Operand(dense, dense, None, DENSE)))
+            by_group.setdefault(group, []).append((index, _dense_operand(option)))
     launches, places = [], []
     for group, members in by_group.items():
         operands = [operand for _, operand in members]
@@ -102,3 +118,8 @@ def _aligned(
 
 def _operand(weight: PackedWeight) -> Operand:
     return Operand(weight.packed, weight.scales, weight.zeros, weight.bits)
+
+
+def _dense_operand(weight: Tensor) -> Operand:
+    dense = weight.detach()
+    return Operand(dense, dense, None, DENSE)

@@ -8,7 +8,7 @@ form. So nothing dense is kept per option, and nothing dense at all outlives the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rco.compressors.packing import OptionProducts, PackedWeight
+from rco.compressors.packing import OptionProducts, PackedWeight, on_triton_path
 from rco.compressors.streaming import OptionStream, StreamedOptions
 
 __all__ = ["Selection", "SwitchableLinear", "WeightBuffer", "switchable_linear", "switchable_weight"]
@@ -73,6 +73,7 @@ class _Options:
         rows, columns = first.shape
         self.shape, self.device = (rows, columns), first.device
         self._products: dict[tuple[bool, ...] | None, OptionProducts] = {}
+        self._chosen: dict[torch.dtype, Callable[[Tensor, Tensor], None] | None] = {}
 
     def products(self, active: tuple[bool, ...] | None) -> OptionProducts:
         """Inner products with the active options."""
@@ -82,6 +83,17 @@ class _Options:
         if found is None:
             found = self._products[active] = OptionProducts(_only(self.listed, active))
         return found
+
+    def chosen_decoder(self, dtype: torch.dtype) -> Callable[[Tensor, Tensor], None] | None:
+        """What decodes the option that a number on the device picks; None where nothing does."""
+        if dtype not in self._chosen:
+            self._chosen[dtype] = None
+            first = self.listed[0] if self.streamed is None else None
+            if first is not None and on_triton_path(first if isinstance(first, Tensor) else first.packed):
+                from rco.compressors import gpu
+
+                self._chosen[dtype] = gpu.chosen_decoder(self.listed, dtype, self.shape)
+        return self._chosen[dtype]
 
 
 def _only(options: Sequence[Option], active: tuple[bool, ...] | None) -> Sequence[Option | None]:
@@ -98,11 +110,14 @@ class Selection:
         choice: Index of the option whose gate is one. None asks for the dense mixture ``sum_k gate_k W_k``.
         gate: (K,) gates, needed for a mixture or for a gradient.
         active: Options to compute a gate gradient for; the others get exactly zero. None: all of them.
+        place: () the choice as a number on the layer's device, which is then read there instead: what is launched
+            with it may be launched again with another.
     """
 
     choice: int | None
     gate: Tensor | None = None
     active: tuple[bool, ...] | None = None
+    place: Tensor | None = None
 
 
 def switchable_linear(
@@ -223,15 +238,24 @@ class SwitchableLinear(nn.Module):
             return self.options.packed_bytes
         return sum(option.nbytes for option in self.options if not isinstance(option, Tensor))
 
+    def follows_places(self, dtype: torch.dtype) -> bool:
+        """Whether it can read its choice where it is, and so be recorded, computing in a type."""
+        return self.noise is None and self._known.chosen_decoder(dtype) is not None
+
     def select(
-        self, choice: int | None, gate: Tensor | None = None, active: Sequence[bool] | None = None
+        self,
+        choice: int | None,
+        gate: Tensor | None = None,
+        active: Sequence[bool] | None = None,
+        place: Tensor | None = None,
     ) -> None:
         """Use option ``choice`` from now on (None: the mixture of all options that ``gate`` weighs).
 
         ``choice`` is the index of the gate that is one. It is passed as a number because reading it off the
         gate would make the host wait for the device. A ``gate`` that requires grad receives ``<G, W_k>``.
+        ``place`` is the same number where the layer is, for launches that are recorded.
         """
-        selection = Selection(choice, gate, None if active is None else tuple(map(bool, active)))
+        selection = Selection(choice, gate, None if active is None else tuple(map(bool, active)), place)
         _check(self.options, selection)
         self.selection = selection
         if isinstance(self.options, StreamedOptions):
@@ -333,6 +357,16 @@ def _dense(
     options: _Options, selection: Selection, dtype: torch.dtype, device: torch.device, buffer: WeightBuffer
 ) -> Tensor:
     """The selected weight as a dense matrix; valid until the buffer is used again."""
+    if selection.place is not None:
+        decode = options.chosen_decoder(dtype)
+        if decode is None:
+            raise ValueError(
+                f"No kernel decodes these options of shape {options.shape} to {dtype} by a choice on {device}; "
+                "select them by the choice alone."
+            )
+        out = buffer.take(options.shape, dtype, device)
+        decode(selection.place, out)
+        return out
     if selection.choice is not None:
         option = options.listed[selection.choice]
         if isinstance(option, Tensor) and option.dtype == dtype:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rco.compressors.triton_kernels import DENSE, Operand, multiprocessors, over_programs, partial_sums
 
-__all__ = ["decoder", "decodes", "multiplier", "multiplies"]
+__all__ = ["chosen_decoder", "decoder", "decodes", "multiplier", "multiplies"]
 
 SEGMENT = 128
 _OCTETS = SEGMENT // 8
@@ -194,11 +194,12 @@ def _scale_and_zero(
 
 
 @triton.jit
-def _decode_kernel(
+def _decode_octets(
     codes, scales, zeros, out, segments,
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, RATIO: tl.constexpr,
     COUNT: tl.constexpr, OCTETS: tl.constexpr,
 ):  # fmt: skip
+    """Decode the segments of one program."""
     index = tl.program_id(0) * COUNT + tl.arange(0, COUNT)[:, None]
     octet = tl.arange(0, OCTETS)[None, :]
     inside = index < segments
@@ -211,6 +212,43 @@ def _decode_kernel(
     )  # fmt: skip
     place = (index.to(tl.int64) * (2 * OCTETS) + 2 * octet)[:, :, None] + tl.arange(0, 2)[None, None, :]
     tl.store(out + place, tl.join(first, second), mask=inside[:, :, None])
+
+
+@triton.jit
+def _decode_kernel(
+    codes, scales, zeros, out, segments,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, RATIO: tl.constexpr,
+    COUNT: tl.constexpr, OCTETS: tl.constexpr,
+):  # fmt: skip
+    _decode_octets(codes, scales, zeros, out, segments, BITS, SYMMETRIC, RATIO, COUNT, OCTETS)
+
+
+@triton.jit
+def _copy_words(source, out, segments, COUNT: tl.constexpr, WORDS: tl.constexpr):
+    """Copy the segments of one program, of so many words of 64 bits each."""
+    index = tl.program_id(0) * COUNT + tl.arange(0, COUNT)[:, None]
+    place = index.to(tl.int64) * WORDS + tl.arange(0, WORDS)[None, :]
+    inside = index < segments
+    tl.store(out + place, tl.load(source + place, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["choice"])
+def _decode_chosen_kernel(
+    choice, codes, scales, zeros, out, segments,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, RATIO: tl.constexpr,
+    COUNT: tl.constexpr, OCTETS: tl.constexpr,
+):  # fmt: skip
+    chosen = tl.load(choice)
+    for k in tl.static_range(len(BITS)):
+        if chosen == k:
+            if BITS[k] == 16:
+                _copy_words(codes[k].to(tl.pointer_type(tl.int64)), out, segments, COUNT, 2 * OCTETS)
+            else:
+                _decode_octets(
+                    codes[k].to(tl.pointer_type(tl.int32)), scales[k].to(tl.pointer_type(tl.bfloat16)),
+                    zeros[k].to(tl.pointer_type(tl.uint8)), out, segments,
+                    BITS[k], SYMMETRIC[k], RATIO, COUNT, OCTETS,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -314,6 +352,41 @@ def decoder(operand: Operand, group: int, shape: tuple[int, int]) -> Callable[[T
     return decode
 
 
+def chosen_decoder(
+    operands: Sequence[Operand], group: int, shape: tuple[int, int]
+) -> Callable[[Tensor, Tensor], None]:
+    """What writes the operand that a number on the device picks; places start at multiples of 16 bytes."""
+    segments = shape[0] * shape[1] // SEGMENT
+    launch = _decode_chosen_kernel[(triton.cdiv(segments, _DECODE_COUNT),)]
+    addresses = _addresses(operands)
+    settings = {
+        "BITS": tuple(operand.bits for operand in operands),
+        "SYMMETRIC": tuple(operand.zeros is None for operand in operands),
+        "RATIO": min(group, shape[1]) // SEGMENT,
+        "COUNT": _DECODE_COUNT, "OCTETS": _OCTETS, "num_warps": _WARPS,
+    }  # fmt: skip
+
+    def decode(choice: Tensor, out: Tensor) -> None:
+        launch(choice, *addresses, out.view(torch.int64), segments, **settings)
+
+    return decode
+
+
+def _addresses(operands: Sequence[Operand]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Where codes, scales and zeros of all operands are.
+
+    As plain numbers: examining that many tensors would take a launch longer than most layers compute. Whoever uses
+    them holds the operands.
+    """
+    return (
+        tuple(operand.codes.data_ptr() for operand in operands),
+        tuple(operand.scales.data_ptr() for operand in operands),
+        tuple(
+            (operand.scales if operand.zeros is None else operand.zeros).data_ptr() for operand in operands
+        ),
+    )
+
+
 def multiplier(
     operands: Sequence[Operand], group: int, shape: tuple[int, int], parts: int, device: torch.device
 ) -> Callable[[Tensor], Tensor]:
@@ -322,15 +395,7 @@ def multiplier(
     steps = triton.cdiv(units, _DOT_COUNT)
     programs = min(steps, max(1, _PROGRAMS_PER_CORE * multiprocessors(device) // parts))
     launch = _inner_products_kernel[(programs, parts)]
-    # As plain addresses: examining that many tensors would take a launch longer than most layers compute. Whoever
-    # multiplies holds the operands.
-    addresses = (
-        tuple(operand.codes.data_ptr() for operand in operands),
-        tuple(operand.scales.data_ptr() for operand in operands),
-        tuple(
-            (operand.scales if operand.zeros is None else operand.zeros).data_ptr() for operand in operands
-        ),
-    )
+    addresses = _addresses(operands)
     settings = {
         "BITS": tuple(operand.bits for operand in operands),
         "SYMMETRIC": tuple(operand.zeros is None for operand in operands),

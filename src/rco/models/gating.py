@@ -78,6 +78,7 @@ class GatedModel:
         relaxed: bool = False,
         active: Tensor | Sequence[Sequence[bool]] | None = None,
         choices: list[int | None] | None = None,
+        recorded: bool = False,
     ) -> list[int | None]:
         """Let every layer use the option that its row of the gates picks.
 
@@ -89,6 +90,8 @@ class GatedModel:
             relaxed: Allow rows that are not one-hot: their layers use the dense mixture of all options.
             active: (N, K) bool, options whose gradient is wanted; the others get exactly zero.
             choices: What :func:`gate_choices` read off the gates, where the caller has done so already.
+            recorded: The layers read their choices off the gates when they run, so that what they launch may be
+                recorded and launched again with other gates; see :attr:`recordable`.
 
         Returns:
             The choice of every row; None for a mixture.
@@ -100,14 +103,20 @@ class GatedModel:
         else:
             wanted = active.tolist() if isinstance(active, Tensor) else active
         taken: dict[torch.device, dict[int, Tensor]] = {}
+        places = gates.detach().argmax(1).unbind() if recorded else None
         for name, module in self.modules.items():
             device, row = module.device, group_of[name]
             if device not in taken:
                 taken[device] = self._rows_on(device, gates, group_of)
-            module.select(choices[row], taken[device][row], wanted[row])
+            place = None if places is None else places[row]
+            module.select(choices[row], taken[device][row], wanted[row], place)
         if self.stream is not None:
             self.stream.restart()
         return choices
+
+    def recordable(self, dtype: torch.dtype) -> bool:
+        """Whether :meth:`set_gates` takes ``recorded``, the model computing in a type."""
+        return all(module.follows_places(dtype) for module in self.modules.values())
 
     def _rows_on(self, device: torch.device, gates: Tensor, group_of: Mapping[str, int]) -> dict[int, Tensor]:
         """The rows that layers of a device follow, there."""

@@ -90,8 +90,9 @@ class ExpertGates:
                 gates.use(None, None if ones else send(part.to(dtype), device))
             return
         flags = [gates.kept(here) for gates, here in zip(self._gates, bare, strict=True)]
-        # All layers together: a copy each would be as many transfers in every sample.
-        together = torch.cat(flags)
+        # All layers together: a copy each would be as many transfers in every sample. Read where the gates are, so
+        # that what is launched may be recorded and launched again with others.
+        together = keep.detach() > 0.5 if isinstance(keep, Tensor) else torch.cat(flags)
         placed = {
             device: torch.split(send(together, device), list(self.counts)) for device in set(self._devices)
         }
@@ -100,6 +101,11 @@ class ExpertGates:
             kept = int(flags[index].sum())
             unchanged = kept == gates.layer.num_experts and gate is None
             gates.use(None if unchanged else placed[device][index], gate, kept)
+
+    def check_deployed(self, values: Tensor) -> None:
+        """Refuse gates (num_gates,), in host memory, that :meth:`set_gates` would refuse to deploy."""
+        for gates, part in zip(self._gates, self._split(values), strict=True):
+            gates.kept(part)
 
     def use_mode(self, mode: GateMode) -> None:
         """Switch between ``deployed`` and ``scale``; every expert is kept until gates are set again."""

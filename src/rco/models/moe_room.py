@@ -25,9 +25,26 @@ _MULTIPLE = 128
 
 @dataclass
 class UsedRoom:
-    """What one sample made room for: layer, places, expected number and, on the device, the number needed."""
+    """What one sample made room for.
 
-    layers: list[tuple[int, int, float, Tensor]] = field(default_factory=list)
+    Attributes:
+        recorded: Whether the sample is recorded, to be replayed with other gates.
+        layers: Layer, places and expected number; None: any, the sample being replayed.
+        needed: The numbers needed, on the device: one per layer, or all in one tensor.
+    """
+
+    recorded: bool = False
+    layers: list[tuple[int, int, float | None]] = field(default_factory=list)
+    needed: list[Tensor] = field(default_factory=list)
+
+    def counts(self) -> Tensor:
+        """(layers,) the numbers needed, in one tensor."""
+        place = self.needed[0].device
+        return torch.stack([number.to(place, non_blocking=True) for number in self.needed])
+
+    def replayed(self, counts: Tensor) -> UsedRoom:
+        """The same room, of which another sample needed so much."""
+        return UsedRoom(True, self.layers, list(counts.unbind()))
 
 
 class ProbeRoom:
@@ -46,6 +63,7 @@ class ProbeRoom:
     def __init__(self, layers: int, *, always_counted: bool) -> None:
         self._always_counted = always_counted
         self._factors = [_FIRST] * layers
+        self._most = [0] * layers
         self._used: UsedRoom | None = None
         self.too_small = 0
 
@@ -55,9 +73,12 @@ class ProbeRoom:
         return self._used is None
 
     @contextmanager
-    def sample(self) -> Iterator[UsedRoom | None]:
-        """Launch forward and backward pass of a sample inside; what it uses is for :meth:`settle` to look at."""
-        self._used = None if self._always_counted else UsedRoom()
+    def sample(self, recorded: bool = False) -> Iterator[UsedRoom | None]:
+        """Launch forward and backward pass of a sample inside; what it uses is for :meth:`settle` to look at.
+
+        A ``recorded`` one will be replayed with other gates: it makes room for the most that was needed so far.
+        """
+        self._used = None if self._always_counted else UsedRoom(recorded)
         try:
             yield self._used
         finally:
@@ -66,24 +87,34 @@ class ProbeRoom:
     def reserve(self, layer: int, tokens: int, top_k: int, kept: int, pruned: int, needed: Tensor) -> int:
         """Places for the pairs of tokens and pruned experts that enter them, of which there are ``needed``."""
         assert self._used is not None
+        if self._used.recorded:
+            places = _rounded(max(_MARGIN * self._most[layer], 1))
+            places = min(places, tokens * (kept + pruned))
+            self._used.layers.append((layer, places, None))
+            self._used.needed.append(needed)
+            return places
         most = tokens * pruned
         # Before the top_k-th of the kept ones, so many pruned ones come in a random order.
         expected = tokens * top_k * pruned / (kept + 1)
-        places = -(-int(self._factors[layer] * expected) // _MULTIPLE) * _MULTIPLE
-        places = min(places, most)
+        places = min(_rounded(self._factors[layer] * expected), most)
         if most:
-            self._used.layers.append((layer, places, expected, needed))
+            self._used.layers.append((layer, places, expected))
+            self._used.needed.append(needed)
         return places
 
     def settle(self, used: UsedRoom) -> bool:
         """Whether a sample had room enough; waits for the device, and learns from what was needed."""
         if not used.layers:
             return True
-        place = used.layers[0][3].device
-        numbers = torch.stack([needed.to(place, non_blocking=True) for *_, needed in used.layers]).tolist()
         enough = True
-        for (layer, places, expected, _), number in zip(used.layers, numbers, strict=True):
+        for (layer, places, expected), number in zip(used.layers, used.counts().tolist(), strict=True):
             enough &= number <= places
-            self._factors[layer] = max(_MARGIN * number / expected, _FORGET * self._factors[layer])
+            self._most[layer] = max(number, self._most[layer])
+            if expected is not None:
+                self._factors[layer] = max(_MARGIN * number / expected, _FORGET * self._factors[layer])
         self.too_small += not enough
         return enough
+
+
+def _rounded(places: float) -> int:
+    return -(-int(places) // _MULTIPLE) * _MULTIPLE

@@ -12,7 +12,7 @@ from torch import nn
 
 from rco.models.zoo import ModelError
 
-__all__ = ["Spread", "Strategy"]
+__all__ = ["Spread", "Strategy", "on_one_gpu"]
 
 Strategy = Literal["auto", "balanced", "sequential"]
 
@@ -59,3 +59,9 @@ class Spread:
                 f"{label} does not fit the GPUs {list(self.gpus)}: {outside[0]} and {len(outside) - 1} more parts "
                 "are left over. Use fewer ranks per machine, so that each has more GPUs."
             )
+
+
+def on_one_gpu(model: nn.Module) -> bool:
+    """Whether all parameters are on the same GPU."""
+    places = {parameter.device for parameter in model.parameters()}
+    return len(places) == 1 and places.pop().type == "cuda"

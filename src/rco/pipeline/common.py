@@ -218,6 +218,7 @@ def search_stage(
         for name, value in (known or {}).items():
             setattr(objective, name, value)
         if device.type == "cuda":
+            torch.cuda.empty_cache()  # what earlier stages have left is not this one's
             torch.cuda.reset_peak_memory_stats(device)
         result = run_search(
             run,
@@ -229,7 +230,7 @@ def search_stage(
             lambda units: planned.backend.describe_cost(planned.budget.kind, units),
         )
         if device.type == "cuda":
-            measured = torch.cuda.max_memory_allocated(device)
+            measured = torch.cuda.max_memory_reserved(device)
             expected = planned.estimate.search_memory
             run.update_metrics({"memory": {"search_bytes": measured, "expected_bytes": expected}})
     return result

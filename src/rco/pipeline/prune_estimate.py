@@ -7,6 +7,7 @@ import time
 import torch
 
 from rco.backends.expert_pruning import ExpertPruningBackend
+from rco.backends.memory import pruning_memory
 from rco.pipeline.configs import PruneConfig
 from rco.pipeline.estimate import Estimate
 
@@ -16,13 +17,13 @@ __all__ = ["estimate_pruning"]
 def estimate_pruning(backend: ExpertPruningBackend, config: PruneConfig) -> Estimate:
     """Memory from shapes, time from one short forward pass on this machine."""
     loaded = backend.loaded
-    width = backend.compute_dtype.itemsize
-    parameters = sum(p.numel() for p in loaded.model.parameters())
+    memory = pruning_memory(
+        loaded,
+        tokens=config.length * config.batch_size,
+        dtype=backend.compute_dtype,
+        checkpointing=config.checkpointing,
+    )
     hidden = loaded.layout.head(loaded.model).weight.shape[1]
-    tokens = config.length * config.batch_size
-    # Per layer and token: attention and residual states, and for every chosen or probed expert its inner states.
-    inner = sum(4 * hidden * (2 + layer.top_k) for layer in backend.layers)
-    activations = tokens * (inner if not config.checkpointing else inner // max(len(backend.layers), 1))
     sequences = config.sequences + config.selection
     forwards = (
         3 * config.steps * config.samples * config.batch_size
@@ -33,11 +34,12 @@ def estimate_pruning(backend: ExpertPruningBackend, config: PruneConfig) -> Esti
     ) * config.length
     searches = 1 + 3 * config.by_domain
     return Estimate(
-        parameters * width,
-        0,
-        sequences * config.length * hidden * width,
-        activations * width,
-        searches * forwards * _seconds_per_token(backend, config.length),
+        model_bytes=memory.weights,
+        candidate_bytes=0,
+        reference_bytes=sequences * config.length * hidden * backend.compute_dtype.itemsize,
+        activation_bytes=memory.activations,
+        workspace_bytes=memory.workspace,
+        seconds=searches * forwards * _seconds_per_token(backend, config.length),
         on_gpu=loaded.device.type == "cuda",
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.backends.memory import search_memory
+from rco.backends.memory import pruning_memory, search_memory
 from rco.backends.quantization import QuantizationBackend
 from rco.compressors.packing import PackedWeight, inner_products
 from rco.compressors.switchable import WeightBuffer
@@ -75,8 +75,7 @@ def run(
         with sample_of(case) as work:
             row["sample"] = measure(work, place, repeats).to_dict()
         row["ratio"] = row["sample"]["seconds"] / row["floor"]["seconds"]
-        if isinstance(case.backend, QuantizationBackend):
-            row["expected_bytes"] = _expected(case, length, checkpointing, offload=False)
+        row["expected_bytes"] = _expected(case, length, checkpointing, offload=False)
     case.backend.checkpointing = False
     report = {
         "shape": shape,
@@ -142,7 +141,9 @@ def _noise(case: Case, samples: int) -> np.ndarray:
 
 
 def _expected(case: Case, length: int, checkpointing: bool, offload: bool) -> int:
-    assert isinstance(case.backend, QuantizationBackend)
+    if not isinstance(case.backend, QuantizationBackend):
+        dtype = case.backend.compute_dtype
+        return pruning_memory(case.loaded, tokens=length, dtype=dtype, checkpointing=checkpointing).search
     return search_memory(
         case.loaded,
         case.backend.plan,
@@ -347,8 +348,8 @@ def to_markdown(report: dict[str, Any]) -> str:
     lines = [
         f"# A sample of the search: {report['shape']} ({report['kind']}), {report['tokens']} tokens",
         "",
-        "| | floor s | sample s | ratio | floor GiB | sample GiB |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| | floor s | sample s | ratio | floor GiB | sample GiB | expected GiB |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name in ("plain", "checkpointing"):
         if name not in report:
@@ -356,7 +357,8 @@ def to_markdown(report: dict[str, Any]) -> str:
         row = report[name]
         lines.append(
             f"| {name} | {row['floor']['seconds']:.4g} | {row['sample']['seconds']:.4g} | {row['ratio']:.3f} | "
-            f"{_gib(row['floor']['peak_bytes'])} | {_gib(row['sample']['peak_bytes'])} |"
+            f"{_gib(row['floor']['peak_bytes'])} | {_gib(row['sample']['peak_bytes'])} | "
+            f"{_gib(row['expected_bytes'])} |"
         )
     lines += ["", "| part | ms per sample |", "|---|---:|"]
     lines += [f"| {name} | {1e3 * value:.3f} |" for name, value in report["breakdown"]["seconds"].items()]

@@ -45,7 +45,10 @@ WIDTHS = (2, 3, 4, 5, 6, 7, 8)
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of some repeats and the most memory that the device held; None on a CPU."""
+    """Seconds of some repeats and the most memory that was held for them on the device; None on a CPU.
+
+    That is what torch had taken from the device, be it full of tensors or kept by a recorded sample for the next.
+    """
 
     seconds: list[float]
     peak_bytes: int | None
@@ -88,6 +91,7 @@ def measure(work: Callable[[], object], device: torch.device, repeats: int, warm
     synchronize(device)
     gc.collect()  # models hold themselves in cycles; what an earlier one left must not count
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     seconds = []
     for _ in range(repeats):
@@ -95,7 +99,7 @@ def measure(work: Callable[[], object], device: torch.device, repeats: int, warm
         work()
         synchronize(device)
         seconds.append(time.perf_counter() - began)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
     return Timed(seconds, peak)
 
 

@@ -1,0 +1,144 @@
+"""Recorded samples, seen without a GPU: they depend on what goes in anew with every replay, and on nothing else.
+
+The stand-in for a recording runs the recorded work again. That work still has the host's numbers of the sample that
+was recorded; had it read a choice off them, other gates would give that sample's results.
+"""
+
+import logging
+
+import pytest
+import torch
+
+from rco.compressors.packing import PackedWeight
+from rco.compressors.switchable import _Options
+from rco.models.moe_room import ProbeRoom
+from rco.studies.step_bench import sampled_gates
+from rco.studies.step_cases import make_case
+
+CPU = torch.device("cpu")
+
+
+class RunAgain:
+    """Stands in for a CUDA graph."""
+
+    made = 0
+
+    def __init__(self, work, inputs):
+        type(self).made += 1
+        self.work, self.inputs = work, [tensor.clone() for tensor in inputs]
+        work(*self.inputs)
+
+    def takes(self, *inputs):
+        return [tensor.shape for tensor in self.inputs] == [tensor.shape for tensor in inputs]
+
+    def __call__(self, *inputs):
+        for kept, given in zip(self.inputs, inputs, strict=True):
+            kept.copy_(given)
+        return tuple(tensor.clone() for tensor in self.work(*self.inputs))
+
+
+def decoder_by_place(options, dtype):
+    def decode(place, out):
+        option = options.listed[int(place)]
+        out.copy_(option.dequantize(dtype) if isinstance(option, PackedWeight) else option)
+
+    return decode
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    monkeypatch.setattr("rco.backends.objective.Recording", RunAgain)
+    monkeypatch.setattr("rco.backends.quantization.on_one_gpu", lambda model: True)
+    monkeypatch.setattr("rco.backends.expert_pruning.on_one_gpu", lambda model: True)
+    monkeypatch.setattr(_Options, "chosen_decoder", decoder_by_place)
+    # As on a GPU, where nobody waits for the number of probes.
+    monkeypatch.setattr(
+        "rco.models.moe_gates.ProbeRoom",
+        lambda layers, always_counted: ProbeRoom(layers, always_counted=False),
+    )
+    RunAgain.made = 0
+    return RunAgain
+
+
+def samples_of(case, requests, graphs):
+    case.backend.graphs = graphs
+    with case.backend.objective(case.data) as objective:
+        for gates, batch in requests[:2]:
+            objective.enqueue(gates, batch)()
+        answers = [objective.enqueue(*request) for request in requests]
+        return [answer() for answer in answers], objective._recording is not None
+
+
+@pytest.mark.parametrize("kind", ["quick", "quick-moe"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_replays_follow_the_gates_and_the_text_that_go_in(kind, checkpointing, recorded):
+    case = make_case(kind, CPU, length=16, group=32)
+    case.backend.checkpointing = checkpointing
+    requests = [(gates, batch) for batch, gates in enumerate(sampled_gates(case, 4))]
+    wanted, was_recorded = samples_of(case, requests, graphs=False)
+    assert not was_recorded
+    assert recorded.made == 0
+    found, was_recorded = samples_of(case, requests, graphs=True)
+    assert was_recorded
+    assert recorded.made >= 1
+    assert len({round(loss, 9) for loss, _ in wanted}) == len(wanted)
+    for (loss, gradient), (expected, slope) in zip(found, wanted, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        torch.testing.assert_close(gradient, slope, rtol=1e-5, atol=1e-8)
+
+
+def test_a_recording_without_room_for_a_sample_is_made_anew(recorded):
+    case = make_case("quick-moe", CPU, length=200, group=32)
+    gates = sampled_gates(case, 4)
+    with case.backend.objective(case.data) as objective:
+        objective.enqueue(gates[0], 0)()
+        objective._room._most = [0] * len(objective._room._most)  # as if nothing had been needed so far
+        for each in gates:
+            leaf = each.clone().requires_grad_()
+            (wanted,) = torch.autograd.grad(objective.loss(leaf, 0), leaf)
+            torch.testing.assert_close(objective.enqueue(each, 0)()[1], wanted, rtol=1e-5, atol=1e-8)
+        assert objective.samples_redone >= 1
+        assert recorded.made >= 2
+
+
+def test_sequences_that_count_in_parts_or_end_early_are_not_recorded(recorded):
+    case = make_case("quick", CPU, length=16, group=32, sequences=3)
+    (gates,) = sampled_gates(case, 1)
+    case.backend.batch_size = 2  # the last batch is shorter
+    with case.backend.objective(case.data) as objective:
+        for _ in range(2):
+            found = [objective.enqueue(gates, batch)() for batch in (0, 1)]
+        assert recorded.made == 1
+    with torch.no_grad(), case.backend.objective(case.data) as objective:
+        assert [loss for loss, _ in found] == pytest.approx([float(objective.loss(gates, b)) for b in (0, 1)])
+    case.data.mask[0, :3] = False
+    with case.backend.objective(case.data) as objective:
+        objective.enqueue(gates, 0)()
+        assert recorded.made == 1
+
+
+@pytest.mark.parametrize("kind", ["quick", "quick-moe"])
+def test_replayed_gates_are_checked(kind, recorded):
+    case = make_case(kind, CPU, length=16, group=32)
+    (gates,) = sampled_gates(case, 1)
+    with case.backend.objective(case.data) as objective:
+        for _ in range(2):
+            objective.enqueue(gates, 0)()
+        assert objective._recording is not None
+        with pytest.raises(ValueError, match=r"one-hot|0 or 1"):
+            objective.enqueue(torch.full_like(gates, 0.4), 0)
+
+
+def test_what_cannot_be_recorded_is_said_and_launched_as_ever(recorded, monkeypatch, caplog):
+    def refuse(work, inputs):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    case = make_case("quick", CPU, length=16, group=32)
+    (gates,) = sampled_gates(case, 1)
+    wanted, _ = samples_of(case, [(gates, 0)], graphs=False)
+    monkeypatch.setattr("rco.backends.objective.Recording", refuse)
+    with caplog.at_level(logging.WARNING):
+        found, was_recorded = samples_of(case, [(gates, 0)], graphs=True)
+    assert not was_recorded
+    assert found[0][0] == wanted[0][0]
+    assert sum("not permitted" in record.message for record in caplog.records) == 1
