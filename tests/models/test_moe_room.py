@@ -62,27 +62,55 @@ def test_room_follows_the_need():
     assert sample(1000 * 20) == (1000 * 20, True)  # never more than there can be
 
 
-def test_samples_of_a_router_with_strong_preferences_are_seldom_done_twice():
+class StrongPreferences:
     """All tokens rank the experts alike, as in an untrained model: what a sample needs differs the most then."""
-    rng = np.random.default_rng(0)
-    layers, experts, pruned, top_k, tokens = 16, 64, 16, 8, 256
-    room = ProbeRoom(layers, always_counted=False)
 
-    def launch():
-        with room.sample() as used:
-            for layer in range(layers):
-                kept = np.sort(rng.permutation(experts)[pruned:])  # places in the common order
-                needed = torch.tensor(tokens * int(kept[top_k - 1] + 1 - top_k))
-                room.reserve(layer, tokens, top_k, experts - pruned, pruned, needed)
+    layers, experts, pruned, top_k, tokens = 16, 64, 16, 8, 256
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+        self.room = ProbeRoom(self.layers, always_counted=False)
+
+    def needed(self):
+        kept = [
+            np.sort(self.rng.permutation(self.experts)[self.pruned :])  # places in the common order
+            for _ in range(self.layers)
+        ]
+        return [torch.tensor(self.tokens * int(places[self.top_k - 1] + 1 - self.top_k)) for places in kept]
+
+    def launch(self, recorded=False):
+        with self.room.sample(recorded) as used:
+            for layer, number in enumerate(self.needed()):
+                kept = self.experts - self.pruned
+                self.room.reserve(layer, self.tokens, self.top_k, kept, self.pruned, number)
         return used
 
+
+def test_samples_of_a_router_with_strong_preferences_are_seldom_done_twice():
+    case = StrongPreferences()
     redone = []
     for _ in range(40):
-        launched = [launch() for _ in range(16)]
-        redone.append(sum(not room.settle(used) for used in launched))
+        launched = [case.launch() for _ in range(16)]
+        redone.append(sum(not case.room.settle(used) for used in launched))
     assert redone[0] > 0  # nothing is known yet
     assert sum(redone[5:]) <= 0.05 * 16 * 35
-    assert room.too_small == sum(redone)
+    assert case.room.too_small == sum(redone)
+
+
+def test_a_recorded_sample_has_room_for_most_of_those_that_it_is_replayed_with():
+    case = StrongPreferences()
+    for used in [case.launch() for _ in range(16)]:
+        case.room.settle(used)
+    recording, redone = case.launch(recorded=True), []
+    for _ in range(40):
+        replayed = [recording.replayed(torch.stack(case.needed())) for _ in range(16)]
+        redone.append(sum(not case.room.settle(used) for used in replayed))
+        if redone[-1]:
+            recording = case.launch(recorded=True)
+    assert sum(redone) <= 0.02 * 16 * 40
+    places = sum(places for _, places, _ in recording.layers)
+    most = case.tokens * case.experts * case.layers
+    assert places < 0.4 * most  # not by making room for everything
 
 
 def test_a_layer_that_keeps_all_experts_needs_no_room():

@@ -20,6 +20,7 @@ __all__ = ["ProbeRoom", "UsedRoom"]
 _FIRST = 2.0  # room made in the first samples, in units of what a router without preferences would need
 _MARGIN = 1.3  # over the most that was needed lately
 _FORGET = 0.998  # per sample: how fast a sample that needed much is forgotten
+_OTHERS = 0.7  # of the most that any layer needed, a recorded sample makes room for in all of them
 _MULTIPLE = 128
 
 
@@ -88,8 +89,8 @@ class ProbeRoom:
         """Places for the pairs of tokens and pruned experts that enter them, of which there are ``needed``."""
         assert self._used is not None
         if self._used.recorded:
-            places = _rounded(max(_MARGIN * self._most[layer], 1))
-            places = min(places, tokens * (kept + pruned))
+            likely = max(self._most[layer], _OTHERS * max(self._most), 1)
+            places = min(_rounded(_MARGIN * likely), tokens * (kept + pruned))
             self._used.layers.append((layer, places, None))
             self._used.needed.append(needed)
             return places
