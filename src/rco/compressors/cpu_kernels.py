@@ -1,21 +1,16 @@
 """Compiled CPU loops over bit-packed rows: unpack, decode, and inner products with a gradient.
 
-Every kernel handles a range of rows and releases the GIL, so that :func:`over_rows` can spread a layer over
-plain threads. That keeps the result independent of the number of threads (each row is one sum, rows are added
-afterwards in order) and free of any OpenMP or TBB runtime that could clash with torch's own.
+Every kernel handles a range of rows and releases the GIL, so that :mod:`rco.compressors.row_threads` can spread a
+layer over threads. That keeps the result independent of the number of threads (each row is one sum, rows are added
+afterwards in order) and free of any OpenMP or TBB runtime beside torch's own.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numba
 import numpy as np
-import torch
 
 __all__ = [
     "REASSOCIATE",
@@ -29,7 +24,6 @@ __all__ = [
     "decode_float_at",
     "dot_bfloat16",
     "dot_float",
-    "over_rows",
     "pack_rows",
     "unpack_rows",
 ]
@@ -42,9 +36,6 @@ _SUM_SPAN = 256
 
 REASSOCIATE = {"reassoc", "contract", "nsz"}
 """What sums need to be vectorised. Functions that round by adding and subtracting must not have it."""
-
-_PARALLEL_WORK = 1 << 16
-_CACHE_BYTES = 1 << 19
 
 
 def _make_unpacker(bits: int) -> Any:
@@ -279,42 +270,3 @@ def dot_bfloat16(
             gradient[j] = pattern.view(np.float32)
         _decode_row(codes[row], scales[row], zeros[row], group, rounding, values)
         sums[row] = _dot(gradient, values)
-
-
-_pools: dict[int, ThreadPoolExecutor] = {}
-_pools_guard = threading.Lock()
-
-
-def _pool(threads: int) -> ThreadPoolExecutor:
-    with _pools_guard:
-        if threads not in _pools:
-            _pools[threads] = ThreadPoolExecutor(threads, thread_name_prefix="rco-rows")
-        return _pools[threads]
-
-
-# Threads do not survive a fork; a child starts with none and makes its own.
-os.register_at_fork(after_in_child=_pools.clear)
-
-
-def over_rows(rows: int, row_work: int, task: Callable[[int, int], None], row_bytes: int = 0) -> None:
-    """Call ``task(start, stop)`` over all rows, on as many threads as torch is set to use.
-
-    Args:
-        rows: Number of rows.
-        row_work: Elements visited per row; small jobs run on the calling thread.
-        task: Handles rows ``start`` to ``stop``; must release the GIL to gain from threads.
-        row_bytes: If given, ranges are cut so that this much per row stays within a core's cache.
-    """
-    threads = min(torch.get_num_threads(), rows)
-    if rows * row_work < _PARALLEL_WORK:
-        threads = 1
-    span = max(1, -(-rows // max(threads, 1)))
-    if row_bytes:
-        span = max(1, min(span, _CACHE_BYTES // row_bytes))
-    ranges = [(start, min(start + span, rows)) for start in range(0, rows, span)]
-    if threads <= 1:
-        for start, stop in ranges:
-            task(start, stop)
-        return
-    for _ in _pool(threads).map(lambda ends: task(*ends), ranges):
-        pass

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rco.compressors import column_kernels, cpu_kernels
+from rco.compressors import column_kernels
 from rco.compressors.grid import FitSettings, Grid, differences
 from rco.compressors.packing import on_compiled_path, on_triton_path
+from rco.compressors.row_threads import over_rows
 
 __all__ = ["descend"]
 
@@ -87,7 +88,7 @@ def _block_compiled(
             scale[a:b], zero[a:b], code[a:b], moved[a:b], loss[a:b],
         )  # fmt: skip
 
-    cpu_kernels.over_rows(rows, width * width, task)
+    over_rows(rows, width * width, task)
     return changes
 
 

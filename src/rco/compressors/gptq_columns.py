@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.compressors import column_kernels, cpu_kernels
+from rco.compressors import column_kernels
 from rco.compressors.gptq_factors import Factors
 from rco.compressors.grid import FitSettings, Grid, fit_groups, fit_span, on_fitting_kernels
 from rco.compressors.packing import on_compiled_path
+from rco.compressors.row_threads import over_rows
 
 __all__ = ["Solution", "block_edges", "run_columns"]
 
@@ -141,7 +142,7 @@ def _columns_compiled(
                 loss[a:b],
             )
 
-    cpu_kernels.over_rows(rows, width * width * len(grids), task)
+    over_rows(rows, width * width * len(grids), task)
     return errors
 
 

@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rco.compressors import cpu_kernels, grid_kernels
+from rco.compressors import grid_kernels
 from rco.compressors.packing import PackedWeight, on_compiled_path, on_triton_path, pack
+from rco.compressors.row_threads import over_rows
 
 __all__ = ["Clip", "FitSettings", "Grid", "fit_groups", "nearest_codes", "round_to_nearest"]
 
@@ -172,7 +173,7 @@ def fit_groups(
             target[a:b], zero[a:b],
         )  # fmt: skip
 
-    cpu_kernels.over_rows(rows, cols * 16, task)
+    over_rows(rows, cols * 16, task)
     return scales, zeros
 
 
@@ -232,7 +233,7 @@ def nearest_codes(weight: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> 
         source, scale, zero = (array[a:b] for array in arrays)
         grid_kernels.quantize_rows(source, scale, zero, group, grid.bits, target[a:b])
 
-    cpu_kernels.over_rows(rows, cols, task)
+    over_rows(rows, cols, task)
     return codes
 
 
@@ -255,7 +256,7 @@ def differences(
         source, code, scale, zero = (array[a:b] for array in arrays)
         grid_kernels.differences(source, code, scale, zero, group, settings.storage, target[a:b], size[a:b])
 
-    cpu_kernels.over_rows(rows, cols, task)
+    over_rows(rows, cols, task)
     return result, sizes
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rco.compressors import cpu_kernels
+from rco.compressors.row_threads import over_rows
 
 __all__ = [
     "ROUNDING",
@@ -82,7 +83,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if on_compiled_path(codes):
         packed = torch.zeros(rows, packed_words(cols, bits), dtype=torch.int32)
         source, stream = codes.contiguous().numpy(), packed.view(torch.uint8).numpy()
-        cpu_kernels.over_rows(rows, cols, lambda a, b: cpu_kernels.pack_rows(source[a:b], bits, stream[a:b]))
+        over_rows(rows, cols, lambda a, b: cpu_kernels.pack_rows(source[a:b], bits, stream[a:b]))
         return packed
     units = -(-cols // 32)
     words = torch.zeros(rows, units, bits, dtype=torch.int32, device=codes.device)
@@ -109,9 +110,7 @@ def unpack(packed: Tensor, bits: int, cols: int) -> Tensor:
     codes = torch.empty(rows, cols, dtype=torch.uint8, device=packed.device)
     if on_compiled_path(packed):
         stream, target = packed.contiguous().view(torch.uint8).numpy(), codes.numpy()
-        cpu_kernels.over_rows(
-            rows, cols, lambda a, b: cpu_kernels.unpack_rows(stream[a:b], bits, target[a:b])
-        )
+        over_rows(rows, cols, lambda a, b: cpu_kernels.unpack_rows(stream[a:b], bits, target[a:b]))
         return codes
     units = -(-cols // 32)
     words = torch.nn.functional.pad(packed, (0, units * bits - packed.shape[1])).view(rows, units, bits)
@@ -394,7 +393,7 @@ def _decode_compiled(weight: PackedWeight, out: Tensor) -> None:
         codes = _codes_of(stream[a:b], weight.bits, weight.shape[1])
         kernel(codes, scales[a:b], zeros[a:b], weight.group_size, rounding, values[a:b])
 
-    cpu_kernels.over_rows(*weight.shape, task, row_bytes=weight.shape[1] * out.element_size())
+    over_rows(*weight.shape, task, row_bytes=weight.shape[1] * out.element_size())
 
 
 def _inner_products_compiled(
@@ -427,7 +426,7 @@ def _inner_products_compiled(
                 cpu_kernels.dot_float(source[a:b], stream[a:b], bits, *grid)
 
     if packed:
-        cpu_kernels.over_rows(rows, cols * len(packed), task, row_bytes=cols * gradient.element_size())
+        over_rows(rows, cols * len(packed), task, row_bytes=cols * gradient.element_size())
     total = sums.view(len(options), segments, -1).sum(dim=2)
     dense = [index for index, option in enumerate(options) if isinstance(option, Tensor)]
     if dense:

@@ -21,6 +21,7 @@ from rco.compressors.packing import (
     joined_rows,
     on_compiled_path,
 )
+from rco.compressors.row_threads import over_rows
 from rco.core.transfer import send
 
 __all__ = ["by_option", "decode_segments", "stack_rows"]
@@ -140,4 +141,4 @@ def _decode_together(parts: Sequence[_Decoding]) -> None:
             if begin < b and a < end:
                 part.run(max(a, begin) - begin, min(b, end) - begin)
 
-    cpu_kernels.over_rows(int(ends[-1]), parts[0].values.shape[1], task)
+    over_rows(int(ends[-1]), parts[0].values.shape[1], task)
