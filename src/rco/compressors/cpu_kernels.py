@@ -3,6 +3,8 @@
 Every kernel handles a range of rows and releases the GIL, so that :mod:`rco.compressors.row_threads` can spread a
 layer over threads. That keeps the result independent of the number of threads (each row is one sum, rows are added
 afterwards in order) and free of any OpenMP or TBB runtime beside torch's own.
+
+Scales are float32 or float64, or the bit patterns (uint16) of bfloat16 numbers.
 """
 
 from __future__ import annotations
@@ -123,24 +125,38 @@ def as_half(value: Any) -> Any:
     return result if abs(result) <= np.float32(65504.0) else value * np.float32(np.inf)
 
 
+def _grid_at(scales: Any, zeros: Any, group: int) -> Any:
+    """Scale and zero point of a group as floats."""
+    raise NotImplementedError("compiled code alone")
+
+
+@numba.extending.overload(_grid_at)
+def _compile_grid_at(scales: Any, zeros: Any, group: int) -> Any:
+    def of_patterns(scales: Any, zeros: Any, group: int) -> Any:
+        return np.uint32(np.uint32(scales[group]) << np.uint32(16)).view(np.float32), np.float32(zeros[group])
+
+    def of_floats(scales: Any, zeros: Any, group: int) -> Any:
+        return scales[group], np.float32(zeros[group])
+
+    return of_patterns if scales.dtype == numba.types.uint16 else of_floats
+
+
 # Inner loops run over slices that start at zero: an offset in the index keeps LLVM from vectorising them.
 @numba.njit(nogil=True)
 def _decode_row(codes: Any, scales: Any, zeros: Any, group: int, rounding: int, values: Any) -> None:
-    number = scales.dtype.type
     for g in range(scales.shape[0]):
         source = codes[g * group : (g + 1) * group]
         target = values[g * group : (g + 1) * group]
-        scale = scales[g]
-        zero = number(zeros[g])
+        scale, zero = _grid_at(scales, zeros, g)
         if rounding == ROUND_BFLOAT16:
             for j in range(target.shape[0]):
-                target[j] = as_bfloat16((number(source[j]) - zero) * scale)
+                target[j] = as_bfloat16((np.float32(source[j]) - zero) * scale)
         elif rounding == ROUND_HALF:
             for j in range(target.shape[0]):
-                target[j] = as_half((number(source[j]) - zero) * scale)
+                target[j] = as_half((np.float32(source[j]) - zero) * scale)
         else:
             for j in range(target.shape[0]):
-                target[j] = (number(source[j]) - zero) * scale
+                target[j] = (np.float32(source[j]) - zero) * scale
 
 
 @numba.njit(nogil=True, fastmath=REASSOCIATE)
@@ -216,10 +232,9 @@ def decode_bfloat16(codes: Any, scales: Any, zeros: Any, group: int, rounding: i
 @numba.njit(nogil=True, fastmath=REASSOCIATE)
 def _dot_codes(gradient: Any, codes: Any, scales: Any, zeros: Any, group: int, rounded: bool) -> float:
     """``<gradient, decoded row>`` with values used where they are made, never written."""
-    number = scales.dtype.type
     total = 0.0
     for g in range(scales.shape[0]):
-        scale, zero = scales[g], number(zeros[g])
+        scale, zero = _grid_at(scales, zeros, g)
         end = min((g + 1) * group, codes.shape[0])
         for start in range(g * group, end, _SUM_SPAN):
             left = gradient[start : min(start + _SUM_SPAN, end)]
@@ -227,10 +242,10 @@ def _dot_codes(gradient: Any, codes: Any, scales: Any, zeros: Any, group: int, r
             part = gradient.dtype.type(0)
             if rounded:
                 for j in range(right.shape[0]):
-                    part += left[j] * as_bfloat16((number(right[j]) - zero) * scale)
+                    part += left[j] * as_bfloat16((np.float32(right[j]) - zero) * scale)
             else:
                 for j in range(right.shape[0]):
-                    part += left[j] * ((number(right[j]) - zero) * scale)
+                    part += left[j] * ((np.float32(right[j]) - zero) * scale)
             total += part
     return total
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from rco.compressors import column_kernels
+from rco.compressors.compiled import on_compiled_path
 from rco.compressors.grid import FitSettings, Grid, differences
-from rco.compressors.packing import on_compiled_path, on_triton_path
+from rco.compressors.packing import on_triton_path
 from rco.compressors.row_threads import over_rows
 
 __all__ = ["descend"]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from rco.compressors import column_kernels
+from rco.compressors.compiled import on_compiled_path
 from rco.compressors.gptq_factors import Factors
 from rco.compressors.grid import FitSettings, Grid, fit_groups, fit_span, on_fitting_kernels
-from rco.compressors.packing import on_compiled_path
 from rco.compressors.row_threads import over_rows
 
 __all__ = ["Solution", "block_edges", "run_columns"]

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rco.compressors import grid_kernels
-from rco.compressors.packing import PackedWeight, on_compiled_path, on_triton_path, pack
+from rco.compressors.compiled import on_compiled_path
+from rco.compressors.packing import PackedWeight, on_triton_path, pack
 from rco.compressors.row_threads import over_rows
 
 __all__ = ["Clip", "FitSettings", "Grid", "fit_groups", "nearest_codes", "round_to_nearest"]

@@ -8,29 +8,23 @@ type that the scales are stored in.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rco.compressors import cpu_kernels
+from rco.compressors.compiled import CompiledOperands, decode_compiled, on_compiled_path, products_compiled
 from rco.compressors.row_threads import over_rows
 
 __all__ = [
-    "ROUNDING",
     "OptionProducts",
     "PackedWeight",
-    "compiled_operands",
     "inner_products",
-    "joined_rows",
-    "on_compiled_path",
     "on_triton_path",
     "pack",
     "packed_words",
@@ -38,19 +32,12 @@ __all__ = [
 ]
 
 _STORAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-ROUNDING = {torch.bfloat16: cpu_kernels.ROUND_BFLOAT16, torch.float16: cpu_kernels.ROUND_HALF}
 _CHUNK_ELEMENTS = 1 << 22
-_JOINED_COLUMNS = 1024
 
 
 def packed_words(cols: int, bits: int) -> int:
     """Number of int32 words that a row of ``cols`` codes takes."""
     return -(-cols * bits // 32)
-
-
-def on_compiled_path(tensor: Tensor) -> bool:
-    """Whether the compiled kernels serve this tensor; they read int32 words as little-endian bytes."""
-    return tensor.device.type == "cpu" and sys.byteorder == "little"
 
 
 def on_triton_path(tensor: Tensor) -> bool:
@@ -210,6 +197,13 @@ class PackedWeight:
         """How a GPU decodes it, by the type of the result; None where no kernel does."""
         return {}
 
+    @cached_property
+    def operands(self) -> CompiledOperands:
+        """How compiled code reads it, where it is in host memory."""
+        return CompiledOperands.of(
+            self.packed, self.scales, self.zeros, self.bits, self.shape[1], self.group_size
+        )
+
     def decode(self, out: Tensor) -> None:
         """Write the decoded matrix to ``out``, which is known to be of its shape and where it is."""
         if out.is_contiguous() and on_triton_path(out):
@@ -226,7 +220,7 @@ class PackedWeight:
             () if self.scales.dtype == torch.float64 else (torch.bfloat16,)
         )
         if on_compiled_path(out) and out.dtype in direct and out.is_contiguous():
-            _decode_compiled(self, out)
+            decode_compiled(self.operands, out)
             return
         step = max(1, _CHUNK_ELEMENTS // max(1, self.shape[1]))
         for start in range(0, self.shape[0], step):
@@ -350,85 +344,12 @@ def _inner_products_torch(
     return total.view(len(options), segments, -1).sum(dim=2)
 
 
-def compiled_operands(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """Byte stream, scales in a type that compiled code knows, and explicit zero points."""
-    scales = weight.scales.contiguous()
-    if scales.dtype not in (torch.float32, torch.float64):
-        scales = scales.to(torch.float32)
-    zeros = weight.zeros
-    if zeros is None:
-        zeros = torch.full(scales.shape, 1 << (weight.bits - 1), dtype=torch.uint8)
-    return weight.packed.contiguous().view(torch.uint8), scales, zeros.contiguous()
-
-
-def joined_rows(weights: Sequence[PackedWeight], height: int) -> int:
-    """How many neighbouring rows the compiled kernels may take as one, so that short rows do not cost a call each.
-
-    Rows whose codes fill whole words and whose groups are whole follow each other without a gap. The number divides
-    ``height``, within which rows belong together.
-    """
-    cols = weights[0].shape[1] if weights else 0
-    whole = cols % 8 == 0 and all(w.shape[1] * w.bits % 32 == 0 and cols % w.group_size == 0 for w in weights)
-    if not cols or not whole:
-        return 1
-    return max((n for n in range(1, _JOINED_COLUMNS // cols + 1) if height % n == 0), default=1)
-
-
-def _codes_of(stream: NDArray[np.uint8], bits: int, cols: int) -> NDArray[np.uint8]:
-    codes = np.empty((stream.shape[0], cols), dtype=np.uint8)
-    cpu_kernels.unpack_rows(stream, bits, codes)
-    return codes
-
-
-def _decode_compiled(weight: PackedWeight, out: Tensor) -> None:
-    stream, scales, zeros = (t.detach().numpy() for t in compiled_operands(weight))
-    kernel: Any = cpu_kernels.decode_float
-    target = out.detach()
-    if out.dtype == torch.bfloat16:
-        kernel, target = cpu_kernels.decode_bfloat16, target.view(torch.uint16)
-    values = target.numpy()
-    rounding = ROUNDING.get(weight.scales.dtype, cpu_kernels.ROUND_NONE)
-
-    def task(a: int, b: int) -> None:
-        codes = _codes_of(stream[a:b], weight.bits, weight.shape[1])
-        kernel(codes, scales[a:b], zeros[a:b], weight.group_size, rounding, values[a:b])
-
-    over_rows(*weight.shape, task, row_bytes=weight.shape[1] * out.element_size())
-
-
 def _inner_products_compiled(
     gradient: Tensor, options: Sequence[PackedWeight | Tensor | None], segments: int
 ) -> Tensor:
-    narrow = gradient.dtype == torch.bfloat16
-    if gradient.dtype == torch.float16:
-        gradient = gradient.to(torch.float32)
-    listed = [option for option in options if isinstance(option, PackedWeight)]
-    together = joined_rows(listed, gradient.shape[0] // segments)
-    original, gradient = gradient, gradient.view(gradient.shape[0] // together, -1)
-    rows, cols = gradient.shape
-    source = gradient.view(torch.uint16).numpy() if narrow else gradient.numpy()
-    sums = torch.zeros(len(options), rows, dtype=torch.float64)
-    table = sums.numpy()
-    packed = []
-    for index, option in enumerate(options):
-        if isinstance(option, PackedWeight):
-            stream, scales, zeros = (t.detach().view(rows, -1).numpy() for t in compiled_operands(option))
-            rounding = ROUNDING.get(option.scales.dtype, cpu_kernels.ROUND_NONE)
-            packed.append((index, stream, scales, zeros, option.bits, option.group_size, rounding))
-
-    def task(a: int, b: int) -> None:
-        # All options of a range of rows in turn: that part of the gradient is read from memory once.
-        for index, stream, scales, zeros, bits, group, rounding in packed:
-            grid = (scales[a:b], zeros[a:b], group, rounding, table[index, a:b])
-            if narrow:
-                cpu_kernels.dot_bfloat16(source[a:b], _codes_of(stream[a:b], bits, cols), *grid)
-            else:
-                cpu_kernels.dot_float(source[a:b], stream[a:b], bits, *grid)
-
-    if packed:
-        over_rows(rows, cols * len(packed), task, row_bytes=cols * gradient.element_size())
-    total = sums.view(len(options), segments, -1).sum(dim=2)
+    grids = [option.operands if isinstance(option, PackedWeight) else None for option in options]
+    total = products_compiled(gradient, grids, segments)
     dense = [index for index, option in enumerate(options) if isinstance(option, Tensor)]
     if dense:
-        total[dense] = _inner_products_torch(original, [options[index] for index in dense], segments)
+        total[dense] = _inner_products_torch(gradient, [options[index] for index in dense], segments)
     return total

@@ -14,17 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rco.compressors import cpu_kernels
-from rco.compressors.packing import (
-    ROUNDING,
-    PackedWeight,
-    compiled_operands,
-    joined_rows,
-    on_compiled_path,
-)
+from rco.compressors.compiled import CompiledOperands, joined_rows, on_compiled_path
+from rco.compressors.packing import PackedWeight
 from rco.compressors.row_threads import over_rows
 from rco.core.transfer import send
 
-__all__ = ["by_option", "decode_segments", "stack_rows"]
+__all__ = ["ChosenSegments", "by_option", "decode_segments", "stack_rows"]
 
 
 def stack_rows(weights: Sequence[PackedWeight]) -> PackedWeight:
@@ -42,16 +37,47 @@ def stack_rows(weights: Sequence[PackedWeight]) -> PackedWeight:
     )
 
 
+class ChosenSegments:
+    """Which option every matrix of a stack takes, sorted out once for all passes that decode it.
+
+    Args:
+        choices: (segments,) option of every matrix.
+        places: :func:`by_option` of the choices where the stack is; None: they are sent there.
+        device: Where the stack is, if no places are given.
+
+    Attributes:
+        order: (segments,) matrices in the order of their options.
+        places: The same where the stack is.
+        runs: (option, start, stop) of each option that is chosen, in that order.
+    """
+
+    def __init__(
+        self,
+        choices: NDArray[np.int64],
+        places: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.order = by_option(choices)
+        self.places = (
+            send(torch.from_numpy(self.order), device or torch.device("cpu")) if places is None else places
+        )
+        counts = np.bincount(choices)
+        ends = np.cumsum(counts)
+        self.runs = [(k, int(ends[k] - counts[k]), int(ends[k])) for k in np.flatnonzero(counts).tolist()]
+
+    @property
+    def options(self) -> list[int]:
+        """Those that at least one matrix takes."""
+        return [k for k, _, _ in self.runs]
+
+
 def by_option(choices: NDArray[np.int64]) -> NDArray[np.int64]:
     """Segments in the order of the options (segments,) chosen for them."""
     return np.argsort(choices, kind="stable")
 
 
 def decode_segments(
-    options: Sequence[PackedWeight | Tensor],
-    choices: NDArray[np.int64],
-    out: Tensor,
-    places: Tensor | None = None,
+    options: Sequence[PackedWeight | Tensor], choices: NDArray[np.int64] | ChosenSegments, out: Tensor
 ) -> Tensor:
     """Decode a stack of matrices, each at the option chosen for it; one pass per option, not per matrix.
 
@@ -59,29 +85,25 @@ def decode_segments(
         options: K versions of the same stack, (segments x rows, in), packed or dense.
         choices: (segments,) option of every matrix of the stack.
         out: (segments x rows, in), contiguous; written to.
-        places: :func:`by_option` of the choices where ``out`` is, if it is there already.
     """
-    segments, rows = len(choices), out.shape[0] // len(choices)
-    order = by_option(choices)
-    if places is None:
-        places = send(torch.from_numpy(order), out.device)
-    end = 0
+    chosen = choices if isinstance(choices, ChosenSegments) else ChosenSegments(choices, device=out.device)
+    segments = len(chosen.order)
+    rows = out.shape[0] // segments
     direct = on_compiled_path(out) and out.dtype in (torch.float32, torch.float64)
     compiled: list[_Decoding] = []
-    for k in np.unique(choices).tolist():
-        start, end = end, end + int((choices == k).sum())
-        option, chosen, there = options[k], order[start:end], places[start:end]
+    for k, start, stop in chosen.runs:
+        option = options[k]
         if direct and isinstance(option, PackedWeight):
-            compiled.append(_Decoding.of(option, chosen, rows, out))
+            compiled.append(_Decoding.of(option, chosen.order[start:stop], rows, out))
             continue
-        target = out.view(segments, rows, -1)
+        target, there = out.view(segments, rows, -1), chosen.places[start:stop]
         if isinstance(option, Tensor):
             target[there] = option.view(segments, rows, -1)[there].to(out.dtype)
-        elif len(chosen) == segments:
+        elif stop - start == segments:
             option.dequantize(out=out)
         else:
             taken = _segments_of(option, there, segments)
-            target[there] = taken.dequantize(out.dtype).view(len(chosen), rows, -1)
+            target[there] = taken.dequantize(out.dtype).view(stop - start, rows, -1)
     _decode_together(compiled)
     return out
 
@@ -105,26 +127,23 @@ def _segments_of(weight: PackedWeight, places: Tensor, segments: int) -> PackedW
 class _Decoding:
     """Rows of a packed weight that compiled code will write to their own places in ``values``."""
 
-    weight: PackedWeight
-    operands: tuple[NDArray[np.uint8], NDArray[np.floating], NDArray[np.uint8]]  # stream, scales, zeros
+    grid: CompiledOperands
     wanted: NDArray[np.int64]
     values: NDArray[np.floating]
 
     @classmethod
     def of(cls, weight: PackedWeight, chosen: NDArray[np.int64], rows: int, out: Tensor) -> _Decoding:
         """The chosen segments of that many rows."""
-        together = joined_rows([weight], rows)
+        together = joined_rows([weight.operands], rows)
         count, height = weight.shape[0] // together, rows // together
-        stream, scales, zeros = (t.detach().view(count, -1).numpy() for t in compiled_operands(weight))
         wanted = (chosen[:, None] * height + np.arange(height)).reshape(-1)
-        return cls(weight, (stream, scales, zeros), wanted, out.detach().view(count, -1).numpy())
+        return cls(weight.operands.joined(together), wanted, out.detach().view(count, -1).numpy())
 
     def run(self, start: int, stop: int) -> None:
         """Decode some of the wanted rows."""
-        stream, scales, zeros = self.operands
-        rounding = ROUNDING.get(self.weight.scales.dtype, cpu_kernels.ROUND_NONE)
+        grid = self.grid
         cpu_kernels.decode_float_at(
-            stream, self.weight.bits, scales, zeros, self.weight.group_size, rounding,
+            grid.stream, grid.bits, grid.scales, grid.zeros, grid.group_size, grid.rounding,
             self.wanted[start:stop], self.values,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rco.compressors.packing import PackedWeight, inner_products
-from rco.compressors.stacks import by_option, decode_segments
+from rco.compressors.stacks import ChosenSegments, by_option, decode_segments
 from rco.compressors.switchable import WeightBuffer
 from rco.core.transfer import send
 from rco.models.moe import MoELayer
@@ -89,20 +89,22 @@ class ExpertOptions:
     def decode(self, choices: NDArray[np.int64], placed: PlacedChoices | None = None) -> ExpertWeights:
         """The weights with every gate, up and down at its option; valid until the buffer is used again."""
         up, down = original_stacks(self.layer)
+        if placed is None:
+            placed = PlacedChoices.of(choices, self.device)
         dense = []
-        for slot, (options, stack, chosen, places) in enumerate(
-            (
-                (self.up, up, choices[:, :2], None if placed is None else placed.up),
-                (self.down, down, choices[:, 2:], None if placed is None else placed.down),
-            )
+        for slot, (options, stack, chosen) in enumerate(
+            ((self.up, up, placed.up), (self.down, down, placed.down))
         ):
             experts, parts, rows, columns = stack.shape
-            if all(options[k] is None for k in np.unique(chosen).tolist()) and stack.is_contiguous():
+            own = [k for k in chosen.options if options[k] is None]
+            if len(own) == len(chosen.options) and stack.is_contiguous():
                 dense.append(stack.reshape(experts, parts * rows, columns))
                 continue
+            # The layer's own weights in their place; a copy of those only where they are needed.
+            there = stack.reshape(-1, columns) if own else stack
+            filled = [there if option is None else option for option in options]
             out = self.buffer.take((experts * parts * rows, columns), stack.dtype, stack.device, slot=slot)
-            decode_segments(_filled(options, stack, chosen), chosen.reshape(-1), out, places)
-            dense.append(out.view(experts, parts * rows, columns))
+            dense.append(decode_segments(filled, chosen, out).view(experts, parts * rows, columns))
         return self._arranged(*dense)
 
     def _arranged(self, up: Tensor, down: Tensor) -> ExpertWeights:
@@ -131,15 +133,6 @@ class ExpertOptions:
         return torch.cat(found, dim=2).permute(1, 2, 0)
 
 
-def _filled(
-    options: Sequence[PackedWeight | None], stack: Tensor, chosen: NDArray[np.int64]
-) -> list[PackedWeight | Tensor]:
-    """The options with the layer's own weights in their place; a copy of those only where they are needed."""
-    needed = any(options[k] is None for k in np.unique(chosen).tolist())
-    own = stack.reshape(-1, stack.shape[3]) if needed else stack
-    return [own if option is None else option for option in options]
-
-
 def _in_order(bias: Tensor | None) -> Tensor | None:
     """A bias of alternating gate and up entries as all of gate, then all of up."""
     return None if bias is None else torch.cat([bias[:, ::2], bias[:, 1::2]], dim=1)
@@ -154,14 +147,22 @@ class PlacedChoices:
     """One layer's choices on its device, so that no pass over it has to send them.
 
     Attributes:
-        up: (experts x 2,) gates and ups in the order of their options, as :func:`decode_segments` takes them.
-        down: (experts,) the same for down.
+        up: Options of gates and ups, as :func:`decode_segments` takes them.
+        down: The same for down.
         choices: (experts, 3) option of every projection.
     """
 
-    up: Tensor
-    down: Tensor
+    up: ChosenSegments
+    down: ChosenSegments
     choices: Tensor
+
+    @classmethod
+    def of(cls, choices: NDArray[np.int64], device: torch.device) -> PlacedChoices:
+        """The choices (experts, 3) of one layer alone, sent to its device."""
+        up, down = (
+            ChosenSegments(part.reshape(-1), device=device) for part in (choices[:, :2], choices[:, 2])
+        )
+        return cls(up, down, send(torch.from_numpy(choices), device))
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,10 @@ class SwitchableExperts:
             together = send(torch.from_numpy(np.concatenate(parts)), device)
             pieces = iter(torch.split(together, [len(part) for part in parts]))
             for layer in layers:
-                found[layer] = PlacedChoices(next(pieces), next(pieces), next(pieces).view(-1, 3))
+                taken = picked[layer]
+                up = ChosenSegments(taken[:, :2].reshape(-1), next(pieces))
+                down = ChosenSegments(taken[:, 2], next(pieces))
+                found[layer] = PlacedChoices(up, down, next(pieces).view(-1, 3))
         return found
 
 
