@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -69,11 +69,17 @@ class CompiledOperands:
 
     def joined(self, together: int) -> CompiledOperands:
         """The same with so many neighbouring rows as one (see :func:`joined_rows`)."""
-        if together == 1:
-            return self
-        rows = len(self.stream) // together
-        stream, scales, zeros = (part.reshape(rows, -1) for part in (self.stream, self.scales, self.zeros))
-        return replace(self, stream=stream, scales=scales, zeros=zeros, cols=self.cols * together)
+        if together not in self._joined:
+            parts = (self.stream, self.scales, self.zeros)
+            stream, scales, zeros = (part.reshape(len(part) // together, -1) for part in parts)
+            self._joined[together] = replace(
+                self, stream=stream, scales=scales, zeros=zeros, cols=self.cols * together
+            )
+        return self._joined[together]
+
+    @cached_property
+    def _joined(self) -> dict[int, CompiledOperands]:
+        return {}
 
 
 @lru_cache(maxsize=64)

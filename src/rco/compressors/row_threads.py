@@ -37,9 +37,9 @@ def over_rows(rows: int, row_work: int, task: _Task, row_bytes: int = 0) -> None
         row_bytes: If given, ranges are cut so that this much per row stays within a core's cache.
     """
     threads = torch.get_num_threads() if rows * row_work >= _PARALLEL_WORK else 1
-    span = max(1, -(-rows // threads))
-    if row_bytes:
-        span = max(1, min(span, _CACHE_BYTES // row_bytes))
+    # As many ranges for every thread: of three, one of two threads would have two.
+    turns = max(1, -(-rows * row_bytes // (_CACHE_BYTES * threads)))
+    span = max(1, -(-rows // (threads * turns)))
     ranges = [(start, min(start + span, rows)) for start in range(0, rows, span)]
     if len(ranges) <= 1 or threads == 1:
         for start, stop in ranges:

@@ -6,7 +6,7 @@ What is done to a whole stack takes one pass per option, however many matrices i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rco.compressors import cpu_kernels
-from rco.compressors.compiled import CompiledOperands, joined_rows, on_compiled_path
+from rco.compressors.compiled import joined_rows, on_compiled_path
 from rco.compressors.packing import PackedWeight
 from rco.compressors.row_threads import over_rows
 from rco.core.transfer import send
@@ -42,8 +42,7 @@ class ChosenSegments:
 
     Args:
         choices: (segments,) option of every matrix.
-        places: :func:`by_option` of the choices where the stack is; None: they are sent there.
-        device: Where the stack is, if no places are given.
+        places: :func:`by_option` of the choices where the stack is.
 
     Attributes:
         order: (segments,) matrices in the order of their options.
@@ -51,19 +50,16 @@ class ChosenSegments:
         runs: (option, start, stop) of each option that is chosen, in that order.
     """
 
-    def __init__(
-        self,
-        choices: NDArray[np.int64],
-        places: Tensor | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        self.order = by_option(choices)
-        self.places = (
-            send(torch.from_numpy(self.order), device or torch.device("cpu")) if places is None else places
-        )
+    def __init__(self, choices: NDArray[np.int64], places: Tensor) -> None:
+        self.order, self.places = by_option(choices), places
         counts = np.bincount(choices)
         ends = np.cumsum(counts)
         self.runs = [(k, int(ends[k] - counts[k]), int(ends[k])) for k in np.flatnonzero(counts).tolist()]
+
+    @classmethod
+    def sent(cls, choices: NDArray[np.int64], device: torch.device) -> ChosenSegments:
+        """The choices for a stack on a device."""
+        return cls(choices, send(torch.from_numpy(by_option(choices)), device))
 
     @property
     def options(self) -> list[int]:
@@ -86,15 +82,17 @@ def decode_segments(
         choices: (segments,) option of every matrix of the stack.
         out: (segments x rows, in), contiguous; written to.
     """
-    chosen = choices if isinstance(choices, ChosenSegments) else ChosenSegments(choices, device=out.device)
+    chosen = choices if isinstance(choices, ChosenSegments) else ChosenSegments.sent(choices, out.device)
     segments = len(chosen.order)
     rows = out.shape[0] // segments
     direct = on_compiled_path(out) and out.dtype in (torch.float32, torch.float64)
-    compiled: list[_Decoding] = []
+    weights: list[PackedWeight] = []
+    parts: list[NDArray[np.int64]] = []
     for k, start, stop in chosen.runs:
         option = options[k]
         if direct and isinstance(option, PackedWeight):
-            compiled.append(_Decoding.of(option, chosen.order[start:stop], rows, out))
+            weights.append(option)
+            parts.append(chosen.order[start:stop])
             continue
         target, there = out.view(segments, rows, -1), chosen.places[start:stop]
         if isinstance(option, Tensor):
@@ -104,7 +102,7 @@ def decode_segments(
         else:
             taken = _segments_of(option, there, segments)
             target[there] = taken.dequantize(out.dtype).view(stop - start, rows, -1)
-    _decode_together(compiled)
+    _decode_chosen(weights, parts, rows, out)
     return out
 
 
@@ -123,41 +121,24 @@ def _segments_of(weight: PackedWeight, places: Tensor, segments: int) -> PackedW
     )
 
 
-@dataclass(frozen=True)
-class _Decoding:
-    """Rows of a packed weight that compiled code will write to their own places in ``values``."""
-
-    grid: CompiledOperands
-    wanted: NDArray[np.int64]
-    values: NDArray[np.floating]
-
-    @classmethod
-    def of(cls, weight: PackedWeight, chosen: NDArray[np.int64], rows: int, out: Tensor) -> _Decoding:
-        """The chosen segments of that many rows."""
-        together = joined_rows([weight.operands], rows)
-        count, height = weight.shape[0] // together, rows // together
-        wanted = (chosen[:, None] * height + np.arange(height)).reshape(-1)
-        return cls(weight.operands.joined(together), wanted, out.detach().view(count, -1).numpy())
-
-    def run(self, start: int, stop: int) -> None:
-        """Decode some of the wanted rows."""
-        grid = self.grid
-        cpu_kernels.decode_float_at(
-            grid.stream, grid.bits, grid.scales, grid.zeros, grid.group_size, grid.rounding,
-            self.wanted[start:stop], self.values,
-        )  # fmt: skip
-
-
-def _decode_together(parts: Sequence[_Decoding]) -> None:
-    """All of them as one job: threads start once, not for every option."""
-    if not parts:
+def _decode_chosen(
+    weights: Sequence[PackedWeight], chosen: Sequence[NDArray[np.int64]], rows: int, out: Tensor
+) -> None:
+    """Decode the chosen segments of every weight to their own places, as one job: threads start once for all."""
+    if not weights:
         return
-    ends = np.cumsum([len(part.wanted) for part in parts])
+    together = joined_rows([weight.operands for weight in weights], rows)
+    grids, height = [weight.operands.joined(together) for weight in weights], rows // together
+    wanted = (np.concatenate(chosen)[:, None] * height + np.arange(height)).reshape(-1)
+    stops = np.cumsum([len(each) * height for each in chosen]).tolist()
+    values = out.detach().view(out.shape[0] // together, -1).numpy()
 
     def task(a: int, b: int) -> None:
-        for part, end in zip(parts, ends.tolist(), strict=True):
-            begin = end - len(part.wanted)
-            if begin < b and a < end:
-                part.run(max(a, begin) - begin, min(b, end) - begin)
+        for grid, start, stop in zip(grids, [0, *stops], stops, strict=False):
+            if start < b and a < stop:
+                cpu_kernels.decode_float_at(
+                    grid.stream, grid.bits, grid.scales, grid.zeros, grid.group_size, grid.rounding,
+                    wanted[max(a, start) : min(b, stop)], values,
+                )  # fmt: skip
 
-    over_rows(int(ends[-1]), parts[0].values.shape[1], task)
+    over_rows(len(wanted), values.shape[1], task)

@@ -159,9 +159,7 @@ class PlacedChoices:
     @classmethod
     def of(cls, choices: NDArray[np.int64], device: torch.device) -> PlacedChoices:
         """The choices (experts, 3) of one layer alone, sent to its device."""
-        up, down = (
-            ChosenSegments(part.reshape(-1), device=device) for part in (choices[:, :2], choices[:, 2])
-        )
+        up, down = (ChosenSegments.sent(part.reshape(-1), device) for part in (choices[:, :2], choices[:, 2]))
         return cls(up, down, send(torch.from_numpy(choices), device))
 
 
