@@ -355,6 +355,47 @@ def memory():
     return [*lines, ""]
 
 
+def gpu_samples():
+    data = load("gpu_h200")
+    if data is None:
+        return []
+    run = data["seventh_run"]
+    lines = [
+        "**On a GPU** (one H200; `rco bench step --shape qwen3-8b --device cuda`): seconds of a sample of the search,",
+        "one sequence of 2048 tokens, beside a plain forward and backward pass with all weight gradients in the same",
+        "run, and GiB of the GPU. Shapes with random weights; more, and what is worse: [docs/gpu.md](docs/gpu.md).",
+        "",
+        *gpu_table(),
+        "",
+    ]
+    step = run["step_qwen3_8b"]["steps"]
+    olmoe = run["step_olmoe"]["steps"]
+    lines.append(
+        f"A step of 16 samples takes {step['ratio']:.2f} times 16 plain passes for qwen3-8b (50 steps: "
+        f"{step['fifty_steps_seconds'] / 60:.1f} minutes) and {olmoe['ratio']:.2f} for olmoe."
+    )
+    return [*lines, ""]
+
+
+def gpu_table():
+    run = load("gpu_h200")["seventh_run"]
+    lines = [
+        "| | checkpointing | plain pass | sample | ratio | GiB | GiB expected |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for part in ("step_qwen3_8b", "step_olmoe", "step_qwen3_30b_a3b"):
+        report = run[part]
+        searched = "widths" if report["kind"] == "quantization" else "pruning"
+        for mode in ("plain", "checkpointing"):
+            row = report[mode]
+            lines.append(
+                f"| {report['shape']}, {searched} | {'yes' if mode == 'checkpointing' else 'no'} | "
+                f"{row['floor']['seconds']:.3f} | {row['sample']['seconds']:.3f} | {row['ratio']:.2f} | "
+                f"{row['sample']['peak_bytes'] / 2**30:.1f} | {row['expected_bytes'] / 2**30:.1f} |"
+            )
+    return lines
+
+
 def ablations():
     data = load("ablations")
     if data is None:
@@ -421,8 +462,10 @@ DOCUMENTS = {
         knapsack_study,
         candidates,
         memory,
+        gpu_samples,
         ablations,
     ),
+    "docs/gpu.md": (gpu_table,),
     "docs/comparison.md": (long_comparison,),
     "docs/what_helped.md": (what_searches_end_with,),
 }
