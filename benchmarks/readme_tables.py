@@ -361,9 +361,10 @@ def gpu_samples():
         return []
     run = data["seventh_run"]
     lines = [
-        "**On a GPU** (one H200; `rco bench step --shape qwen3-8b --device cuda`): seconds of a sample of the search,",
-        "one sequence of 2048 tokens, beside a plain forward and backward pass with all weight gradients in the same",
-        "run, and GiB of the GPU. Shapes with random weights; more, and what is worse: [docs/gpu.md](docs/gpu.md).",
+        "**On a GPU** (one H200; `rco bench step --shape qwen3-8b --device cuda`): seconds of a sample of the",
+        "search, one sequence of 2048 tokens, beside a plain forward and backward pass with weight gradients in",
+        "the same run, and GiB of the GPU. Shapes with random weights; more, and what is worse:",
+        "[docs/gpu.md](docs/gpu.md).",
         "",
         *gpu_table(),
         "",
@@ -378,7 +379,10 @@ def gpu_samples():
 
 
 def gpu_table():
-    run = load("gpu_h200")["seventh_run"]
+    data = load("gpu_h200")
+    if data is None:
+        return []
+    run = data["seventh_run"]
     lines = [
         "| | checkpointing | plain pass | sample | ratio | GiB | GiB expected |",
         "|---|---|---:|---:|---:|---:|---:|",
