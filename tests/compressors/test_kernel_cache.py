@@ -18,10 +18,13 @@ def packed(bits):
     return codes, words.view(np.uint8)
 
 for name in sys.argv[1:]:
-    kind, number = name[0], {"4": np.float32, "8": np.float64}[name[1]]
+    # Widths of the scales in bytes; two are the patterns of bfloat16, whose gradients are float32.
+    kind, number = name[0], {"2": np.float32, "4": np.float32, "8": np.float64}[name[1]]
     for bits in range(1, 9):
         codes, stream = packed(bits)
         scales, zeros = np.ones((4, 1), number), np.zeros((4, 1), np.uint8)
+        if name[1] == "2":
+            scales = (scales.view(np.uint32) >> 16).astype(np.uint16)
         if kind == "u":
             got = np.empty_like(codes)
             kernels.unpack_rows(stream, bits, got)
@@ -40,7 +43,13 @@ for name in sys.argv[1:]:
 @pytest.mark.slow
 def test_cached_kernels_do_not_take_each_others_place(tmp_path):
     # Each process compiles some kernels; compiled code is linked by name, and names are counted per process.
-    for wanted in (["u4"], ["p4", "d8"], ["d4", "p8"], ["u4", "d4", "d8", "p4", "p8"], ["p8", "d4", "u4"]):
+    for wanted in (
+        ["u4", "d2"],
+        ["p4", "d8"],
+        ["d4", "p8", "p2"],
+        ["u4", "d2", "d4", "d8", "p2", "p4", "p8"],
+        ["p8", "d4", "u4"],
+    ):
         subprocess.run(
             [sys.executable, "-c", SCRIPT, *wanted],
             check=True,
