@@ -73,7 +73,8 @@ def pretend():
     """Take the GPU's path on the CPU; after the models are made, because transformers looks for Triton, too."""
     triton = types.ModuleType("triton")
     triton.__spec__ = importlib.machinery.ModuleSpec("triton", None)
-    triton.jit, triton.cdiv = Kernel, lambda a, b: -(-a // b)
+    triton.jit = lambda function=None, **settings: Kernel if function is None else Kernel(function)
+    triton.cdiv = lambda a, b: -(-a // b)
     triton.language = Language("triton.language")
     sys.modules |= {"triton": triton, "triton.language": triton.language}
     from rco.compressors import packing, switchable, triton_bfloat16, triton_kernels

@@ -1,15 +1,24 @@
 """The count of a search's memory: what autograd keeps, and how the choices on offer change it."""
 
 import gc
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
+from pretend_gpu import GPU, pretend_gpu
 
+from rco.backends.candidates import option_label
 from rco.backends.memory import pruning_memory, saved_bytes_per_token, search_memory
 from rco.backends.plan import make_plan
+from rco.backends.quantization import QuantizationBackend
+from rco.backends.switched import switched_model
 from rco.compressors.packing import PackedWeight, pack
 from rco.compressors.streaming import pinned
 from rco.models.shapes import random_model
+from rco.studies.step_cases import random_packed
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +58,50 @@ def test_checkpointing_and_streaming_take_less(loaded):
     assert plain.peak == plain.search + plain.originals
     total = 4 * sum(parameter.numel() for parameter in loaded.model.parameters())
     assert plain.weights + plain.originals == total
+
+
+@pytest.mark.parametrize(
+    ("settings", "held"),
+    [({}, False), ({"widths": (2, 4, 16)}, True), ({"locks": ["model.layers.0.mlp.down_proj=16"]}, True)],
+    ids=["packed", "sixteen", "locked"],
+)
+def test_originals_are_given_up_where_no_column_of_the_gates_needs_them(loaded, settings, held):
+    linears = loaded.layout.linears(loaded.model)
+    plan = make_plan(loaded.layout, linears, group_size=32, **{"widths": (2, 4), **settings})
+    packed = {
+        info.name: {option_label(width): random_packed(info, width, 32, CPU) for width in (2, 4)}
+        for info in plan.linears
+    }
+    with switched_model(loaded.model, plan, packed) as switched:
+        options = [option for module in switched._linears.modules.values() for option in module.options]
+        assert any(isinstance(option, torch.Tensor) for option in options) == held
+    needed = search_memory(loaded, plan, tokens=64, dtype=torch.float32, checkpointing=False, offload=False)
+    total = 4 * sum(parameter.numel() for parameter in loaded.model.parameters())
+    assert needed.weights + needed.originals == total
+    assert (needed.originals == 0) == held
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a pretended GPU takes the real one's place")
+@pytest.mark.parametrize("widths", [(2, 4), (2, 4, 16)])
+def test_only_originals_that_nobody_holds_are_moved_to_the_host(widths, monkeypatch):
+    loaded = random_model("quick", device="cpu", dtype=torch.float32)
+    plan = make_plan(loaded.layout, loaded.layout.linears(loaded.model), widths=widths, group_size=32)
+    backend = QuantizationBackend(loaded, plan, Path("unused"))
+    backend.set_packed(
+        {
+            info.name: {option_label(width): random_packed(info, width, 32, CPU) for width in (2, 4)}
+            for info in plan.linears
+        }
+    )
+    moved = []
+    monkeypatch.setattr(
+        "rco.backends.quantization.parked", lambda modules: nullcontext(moved.extend(modules))
+    )
+    with pretend_gpu(monkeypatch):
+        loaded.model.to(GPU)
+        with backend.switchable(searching=True):
+            pass
+    assert moved == ([info.module for info in plan.linears] if 16 not in widths else [])
 
 
 def test_pruning_keeps_what_its_backward_pass_reads():

@@ -106,9 +106,12 @@ def test_sequences_that_count_in_parts_or_end_early_are_not_recorded(recorded):
     (gates,) = sampled_gates(case, 1)
     case.backend.batch_size = 2  # the last batch is shorter
     with case.backend.objective(case.data) as objective:
+        objective.enqueue(gates, 1)()  # first of all, as may happen on any rank
+        assert recorded.made == 0
         for _ in range(2):
             found = [objective.enqueue(gates, batch)() for batch in (0, 1)]
         assert recorded.made == 1
+        assert objective._recording[0].inputs[1].shape == (2, 16)
     with torch.no_grad(), case.backend.objective(case.data) as objective:
         assert [loss for loss, _ in found] == pytest.approx([float(objective.loss(gates, b)) for b in (0, 1)])
     case.data.mask[0, :3] = False

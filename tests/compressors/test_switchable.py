@@ -243,6 +243,27 @@ def test_selected_weight_carries_the_gate_gradient():
     assert not layer.options[4].requires_grad  # the original was aliased, not adopted by autograd
 
 
+def test_what_is_known_of_the_options_is_worked_out_once_for_the_selected_weight_too(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "rco.compressors.switchable.OptionProducts", lambda options: made.append(1) or OptionProducts(options)
+    )
+    layer = make_layer(13, 6, seed=12)
+    x = torch.randn(4, 13, dtype=torch.float64)
+    gradients = []
+    for _ in range(2):
+        gate = one_hot(1, 5)
+        layer.select(
+            1, gate, active=(False, True, False, False, False)
+        )  # as that of an output layer that is locked
+        (layer.selected_weight(torch.float64) * 2.0).sum().backward()
+        layer(x).sum().backward()
+        gradients.append(gate.grad)
+    assert len(made) == 1
+    assert torch.equal(*gradients)
+    assert gradients[0].count_nonzero() == 1
+
+
 class Allocations(TorchDispatchMode):
     """Counts operations that return new memory of at least the given number of elements."""
 

@@ -30,7 +30,7 @@ class SearchMemory:
     """Bytes on the model's device.
 
     Attributes:
-        weights: Parameters that stay on the device: all but the linears that have packed options.
+        weights: Parameters that stay on the device: all but the linears of which packed options alone are read.
         originals: Those linears; in host memory while a GPU searches, on the device for the sensitivities.
         candidates: Packed options, or the buffers that they stream through.
         activations: What the backward pass needs.
@@ -107,7 +107,9 @@ def search_memory(
     """
     width = dtype.itemsize
     parameters = sum(p.numel() for p in loaded.model.parameters())
-    own = sum(info.parameters for info in plan.linears if info.role not in ("head", EXPERT_ROLE))
+    own = 0
+    if not plan.holds_originals:
+        own = sum(info.parameters for info in plan.linears if info.role not in ("head", EXPERT_ROLE))
     per_linear = {
         info.name: sum(stored_bits(info, plan.scheme(info, w)) for w in plan.packed_widths) // 8
         for info in plan.linears

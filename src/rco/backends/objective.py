@@ -241,6 +241,8 @@ class LanguageModelObjective:
         if self._room is not None and not self._answered:
             return None
         if self._recording is None:
+            if len(text.tokens) < min(self._batch_size, len(self._calibration.tokens)):
+                return None  # the last batch alone is so short: a recording of it would serve no other
             self._recording = self._record(gates, values, text)
             if self._recording is None:
                 return None

@@ -86,6 +86,15 @@ class QuantizationPlan:
         return tuple(width for width in self.widths if width not in (LEAVE_ALONE, PRUNED))
 
     @property
+    def holds_originals(self) -> bool:
+        """Whether linears hold their original weights throughout a search, which are then in a column of the gates.
+
+        They stand there for 16 bits, and for the 0 bits that experts alone may take. A single group that is locked
+        at 16 bits is enough: all groups have the same columns.
+        """
+        return LEAVE_ALONE in self.widths or PRUNED in self.widths
+
+    @property
     def experts(self) -> tuple[ExpertLinear, ...]:
         """The experts' matrices among the linears."""
         return tuple(info for info in self.linears if isinstance(info, ExpertLinear))

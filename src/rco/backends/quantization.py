@@ -25,7 +25,7 @@ from rco.backends.deployment import chosen_weights, deploy, written_names
 from rco.backends.layer_errors import layer_errors
 from rco.backends.objective import LanguageModelObjective, LossKind, Reference
 from rco.backends.option_errors import recorded_errors, weight_errors
-from rco.backends.plan import LEAVE_ALONE, QuantizationPlan
+from rco.backends.plan import QuantizationPlan
 from rco.backends.switched import SwitchedModel, switched_model
 from rco.compressors.packing import PackedWeight
 from rco.compressors.streaming import OptionStream, pinned
@@ -322,18 +322,16 @@ class QuantizationBackend(Backend):
     @contextmanager
     def _without_originals(self) -> Iterator[None]:
         """Inside a switched model on one GPU: original weights in host memory, as packed options alone are read."""
-        if {parameter.device.type for parameter in self.loaded.model.parameters()} != {"cuda"}:
+        places = {parameter.device.type for parameter in self.loaded.model.parameters()}
+        if places != {"cuda"} or self.plan.holds_originals:
             yield
             return
         # What another module holds too (a tied embedding) stays, and so does the reference's output layer.
         held = {parameter.data_ptr() for parameter in self.loaded.model.parameters()}
         unshared = [
             info.module
-            for group in self.plan.groups
-            for info in group.members
-            if LEAVE_ALONE not in group.widths
-            and info.role not in ("head", EXPERT_ROLE)
-            and info.weight.data_ptr() not in held
+            for info in self.plan.linears
+            if info.role not in ("head", EXPERT_ROLE) and info.weight.data_ptr() not in held
         ]
         with parked(unshared):
             yield

@@ -33,8 +33,10 @@ class Recording:
         self._inputs = [tensor.detach().clone() for tensor in inputs]
         work(*self._inputs)  # once without recording: what is compiled or allocated for good is so now
         self._graph = torch.cuda.CUDAGraph()
-        # The outer context: a recording that fails would leave the host on the stream that it was made on.
-        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(self._graph):
+        # The outer context: a graph is recorded on the current GPU, whichever that is, and a recording that fails
+        # would leave the host on the stream that it was made on.
+        here = torch.cuda.current_stream(self._inputs[0].device)
+        with torch.cuda.stream(here), torch.cuda.graph(self._graph):
             self._outputs = work(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -161,10 +161,14 @@ def switchable_weight(options: Sequence[Option], selection: Selection, dtype: to
     For layers that are not applied to an input here, such as an output layer handed to a chunked loss.
     """
     _check(options, selection)
+    return _weight(_Options(options), selection, dtype)
+
+
+def _weight(options: _Options, selection: Selection, dtype: torch.dtype) -> Tensor:
     if selection.gate is not None and selection.gate.requires_grad and torch.is_grad_enabled():
-        weight: Tensor = _SwitchableWeight.apply(selection.gate, _Options(options), selection, dtype)  # type: ignore[no-untyped-call]
+        weight: Tensor = _SwitchableWeight.apply(selection.gate, options, selection, dtype)  # type: ignore[no-untyped-call]
         return weight
-    return _fresh(_Options(options), selection, dtype)
+    return _fresh(options, selection, dtype)
 
 
 class SwitchableLinear(nn.Module):
@@ -268,7 +272,7 @@ class SwitchableLinear(nn.Module):
 
     def selected_weight(self, dtype: torch.dtype) -> Tensor:
         """The selected option as a dense (out, in) matrix of its own, differentiable in the gate."""
-        weight = switchable_weight(self.options, self.selection, dtype)
+        weight = _weight(self._known, self.selection, dtype)
         return weight if self.noise is None else weight + self.noise.to(dtype)
 
     def extra_repr(self) -> str:

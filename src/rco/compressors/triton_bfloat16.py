@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rco.compressors.launching import launching_at
 from rco.compressors.triton_kernels import DENSE, Operand, multiprocessors, over_programs, partial_sums
 
 __all__ = ["chosen_decoder", "decoder", "decodes", "multiplier", "multiplies"]
@@ -347,7 +348,8 @@ def decoder(operand: Operand, group: int, shape: tuple[int, int]) -> Callable[[T
     }  # fmt: skip
 
     def decode(out: Tensor) -> None:
-        launch(codes, scales, zeros, out.view(torch.int64), segments, **settings)
+        with launching_at(out):
+            launch(codes, scales, zeros, out.view(torch.int64), segments, **settings)
 
     return decode
 
@@ -367,7 +369,8 @@ def chosen_decoder(
     }  # fmt: skip
 
     def decode(choice: Tensor, out: Tensor) -> None:
-        launch(choice, *addresses, out.view(torch.int64), segments, **settings)
+        with launching_at(out):
+            launch(choice, *addresses, out.view(torch.int64), segments, **settings)
 
     return decode
 
@@ -406,7 +409,8 @@ def multiplier(
 
     def multiply(gradient: Tensor) -> Tensor:
         sums = torch.empty(partial, dtype=torch.float32, device=device)
-        launch(gradient.view(torch.int64), *addresses, sums, units, steps, **settings)
+        with launching_at(gradient):
+            launch(gradient.view(torch.int64), *addresses, sums, units, steps, **settings)
         return over_programs(sums)
 
     return multiply

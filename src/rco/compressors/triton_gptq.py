@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rco.compressors.grid_kernels import NOISE_FLOOR, NOISE_MARGIN, OFF_TIE
+from rco.compressors.launching import launching_at
 
 __all__ = ["WIDEST_GROUP", "columns", "descend", "fit"]
 
@@ -251,14 +252,15 @@ def fit(
     width = triton.next_power_of_2(max(min(group, last - first), 16))
     tile_rows = max(1, min(_ROWS, 4096 // width))
     grid = (triton.cdiv(rows, tile_rows), triton.cdiv(last - first, group))
-    _fit_kernel[grid](
-        weight, importance, scales, zeros,
-        rows, weight.stride(0), first, last, group, scales.stride(0), first_group,
-        bits, limits[0], limits[1], steps, (1.0 - smallest) / max(steps - 1, 1), refinements,
-        SYMMETRIC=symmetric, SIGNED=signed, STORAGE=_STORAGE[storage],
-        MARGIN=NOISE_MARGIN, FLOOR=NOISE_FLOOR, BEYOND=OFF_TIE,
-        ROWS=tile_rows, COLUMNS=width, num_warps=16 if width > 4096 else 4, enable_fp_fusion=False,
-    )  # fmt: skip
+    with launching_at(weight):
+        _fit_kernel[grid](
+            weight, importance, scales, zeros,
+            rows, weight.stride(0), first, last, group, scales.stride(0), first_group,
+            bits, limits[0], limits[1], steps, (1.0 - smallest) / max(steps - 1, 1), refinements,
+            SYMMETRIC=symmetric, SIGNED=signed, STORAGE=_STORAGE[storage],
+            MARGIN=NOISE_MARGIN, FLOOR=NOISE_FLOOR, BEYOND=OFF_TIE,
+            ROWS=tile_rows, COLUMNS=width, num_warps=16 if width > 4096 else 4, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def columns(
@@ -289,12 +291,13 @@ def columns(
     """
     rows, width = weight.shape[0], factor.shape[0]
     errors = torch.empty(rows, width, dtype=torch.float32, device=weight.device)
-    _columns_kernel[(triton.cdiv(rows, _ROWS),)](
-        weight, factor, groups, scales, zeros, codes, errors, losses,
-        rows, start, width, weight.stride(0), scales.stride(0), bits,
-        STORAGE=_STORAGE[storage], ROWS=_ROWS, COLUMNS=triton.next_power_of_2(max(width, 16)),
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    with launching_at(weight):
+        _columns_kernel[(triton.cdiv(rows, _ROWS),)](
+            weight, factor, groups, scales, zeros, codes, errors, losses,
+            rows, start, width, weight.stride(0), scales.stride(0), bits,
+            STORAGE=_STORAGE[storage], ROWS=_ROWS, COLUMNS=triton.next_power_of_2(max(width, 16)),
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return errors
 
 
@@ -326,10 +329,11 @@ def descend(
     """
     rows, width = residual.shape[0], hessian.shape[0]
     changes = torch.empty(rows, width, dtype=torch.float32, device=residual.device)
-    _descend_kernel[(triton.cdiv(rows, _ROWS),)](
-        residual, hessian, scales, zeros, codes, changes, losses,
-        rows, start, width, residual.stride(0), scales.stride(0), group, bits,
-        STORAGE=_STORAGE[storage], ROWS=_ROWS, COLUMNS=triton.next_power_of_2(max(width, 16)),
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    with launching_at(residual):
+        _descend_kernel[(triton.cdiv(rows, _ROWS),)](
+            residual, hessian, scales, zeros, codes, changes, losses,
+            rows, start, width, residual.stride(0), scales.stride(0), group, bits,
+            STORAGE=_STORAGE[storage], ROWS=_ROWS, COLUMNS=triton.next_power_of_2(max(width, 16)),
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return changes

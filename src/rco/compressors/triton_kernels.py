@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rco.compressors.launching import launching_at
+
 __all__ = [
     "DENSE",
     "Operand",
@@ -175,10 +177,12 @@ def decoder(operand: Operand, group: int, shape: tuple[int, int]) -> Callable[[T
     zeros = operand.zeros if operand.zeros is not None else operand.scales
 
     def decode(out: Tensor) -> None:
-        launch(
-            operand.codes, operand.scales, zeros, out, rows, cols, group, per_row,
-            BITS=operand.bits, SYMMETRIC=operand.zeros is None, SEGMENT=segment, COUNT=count, num_warps=_WARPS,
-        )  # fmt: skip
+        with launching_at(out):
+            launch(
+                operand.codes, operand.scales, zeros, out, rows, cols, group, per_row,
+                BITS=operand.bits, SYMMETRIC=operand.zeros is None, SEGMENT=segment, COUNT=count,
+                num_warps=_WARPS,
+            )  # fmt: skip
 
     return decode
 
@@ -202,10 +206,11 @@ def multiplier(
 
     def multiply(gradient: Tensor) -> Tensor:
         sums = torch.empty(partial, dtype=torch.float32, device=device)
-        launch(
-            gradient, codes, scales, zeros, sums, rows, cols, group, per_row, steps,
-            BITS=bits, SYMMETRIC=symmetric, SEGMENT=segment, COUNT=count, num_warps=_WARPS,
-        )  # fmt: skip
+        with launching_at(gradient):
+            launch(
+                gradient, codes, scales, zeros, sums, rows, cols, group, per_row, steps,
+                BITS=bits, SYMMETRIC=symmetric, SEGMENT=segment, COUNT=count, num_warps=_WARPS,
+            )  # fmt: skip
         return over_programs(sums)
 
     return multiply
