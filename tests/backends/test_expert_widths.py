@@ -119,6 +119,21 @@ def test_groupings(tmp_path):
         groups(serve="vllm", symmetric=False)
 
 
+@pytest.mark.parametrize("flags", [{"locks": ["experts=16"]}, {"skips": ["experts"]}])
+def test_rules_for_packed_experts_bind_only_experts_that_are_packed(tmp_path, flags):
+    """tiny qwen3_moe has rows of two lengths in an expert: one scheme for both needs short groups."""
+    rows = {info.in_features for info in make_backend(tmp_path, name="qwen3_moe").plan.experts}
+    between = {"name": "qwen3_moe", "serve": "transformers", "group_size": max(rows) - 1}
+    assert min(rows) < between["group_size"]
+    with pytest.raises(ValueError, match="needs one scheme for all of an expert"):
+        make_backend(tmp_path, **between)
+    with pytest.raises(ValueError, match="no zero points in experts"):
+        make_backend(tmp_path, **between, symmetric=False)
+    plan = make_backend(tmp_path, **between, symmetric=False, **flags).plan
+    assert not plan.symmetric
+    assert not make_backend(tmp_path, **between, **{"symmetric": None, **flags}).plan.symmetric
+
+
 def test_a_lock_at_sixteen_leaves_the_other_widths_as_they_are(tmp_path):
     plan = make_backend(tmp_path, locks=["attention=16"]).plan
     assert plan.widths == (2, 3, 4, 16)
@@ -282,6 +297,9 @@ def test_the_switched_model_is_the_checkpoint(plan, tmp_path, monkeypatch):
         (itemsize if widths[i.name] == LEAVE_ALONE else widths[i.name]) * i.parameters
         for i in backend.plan.linears
     )
+    # One way of counting: the budget, the width that is reported, and the file.
+    stored = Fraction(measured["weight_bits"], measured["parameters"])
+    assert backend.average_width(allocation) == exactly == stored
 
 
 def _stock(folder, **arguments):

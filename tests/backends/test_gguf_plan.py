@@ -40,6 +40,18 @@ def test_llamacpp_offers_the_types_that_fit_a_row():
         make_plan(layout, linears, serve="llamacpp", gguf=file, symmetric=True)
 
 
+def test_llamacpp_counts_sixteen_bits_for_what_it_stores_in_sixteen(tmp_path):
+    """A GGUF file has no float32 weights of linears, so that a float32 model's lock at 16 counts 16 bits."""
+    model = tiny_model("llama", dtype=torch.float32, **GGUF_SIZES)
+    loaded = wrap_model(model)
+    linears, file = loaded.layout.linears(model, include_head=True), GGUFFile.of(loaded.layout, model)
+    plan = make_plan(loaded.layout, linears, serve="llamacpp", gguf=file, locks=["attention=16"])
+    backend = QuantizationBackend(loaded, plan, tmp_path)
+    bits, stored = backend.costs("bits"), backend.costs("bpw")
+    for info in plan.linears:
+        assert bits.of(info, 16) == stored.of(info, 16) == 16 * info.parameters
+
+
 def test_llamacpp_budgets_count_blocks(tmp_path):
     model = tiny_model("llama", dtype=torch.bfloat16, **GGUF_SIZES)
     loaded = wrap_model(model)

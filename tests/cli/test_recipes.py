@@ -1,6 +1,7 @@
 """``rco quantize --serve llamacpp`` end to end."""
 
 import json
+import re
 from fractions import Fraction
 
 import pytest
@@ -51,6 +52,10 @@ def test_dry_run_lists_the_types(capsys, tmp_path):
     shown = capsys.readouterr().out
     for kind in ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "q5_0"):  # rows of 256 and of 704
         assert kind in shown
+    searched, others = re.search(
+        r"7,000,000 bytes: ([\d,]+) bytes for these, ([\d,]+) for everything else", shown
+    ).groups()
+    assert int(searched.replace(",", "")) + int(others.replace(",", "")) == 7_000_000
 
 
 @pytest.mark.parametrize(

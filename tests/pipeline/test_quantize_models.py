@@ -125,7 +125,7 @@ PRESETS = {
         for preset in PRESETS
     ],
 )
-def test_mixtures_of_experts_from_a_folder_to_the_same_logits(tmp_path, model_type, preset):
+def test_mixtures_of_experts_from_a_folder_to_the_same_logits(tmp_path, capsys, model_type, preset):
     """Every architecture, every preset: the budget holds on disk, and the logits are those that were judged."""
     folder, out = save_tiny(model_type, tmp_path / "model", dtype=torch.float32), tmp_path / "run"
     arguments = [*QUICK, *PRESETS[preset], "--method=rtn", "--clip=minmax", "--out", str(out)]
@@ -140,6 +140,7 @@ def test_mixtures_of_experts_from_a_folder_to_the_same_logits(tmp_path, model_ty
     with planned.backend.apply(allocation) as applied:
         expected = applied.model(tokens).logits
     own_code = bool(list((out / "model").glob("*.py")))
+    assert ("trust_remote_code=True" in capsys.readouterr().out) == own_code
     assert not (own_code and preset == "transformers")
     stock = AutoModelForCausalLM.from_pretrained(out / "model", trust_remote_code=own_code)
     for model in (stock.eval(), load_model(out / "model").model):
@@ -159,6 +160,10 @@ def test_a_size_is_the_size_of_the_files(tmp_path):
         assert main(command) == 0
         written = sum(os.path.getsize(path) for path in (out / "model").glob("*.safetensors"))
         assert asked * 0.97 < written <= asked
+        budget = json.loads((out / "metrics.json").read_text())["budget"]
+        assert written <= budget["used_units"] <= budget["budget_units"] == asked
+        assert budget["effective"] == f"{asked:,} bytes"
+        assert "bytes that no choice changes" in (out / "report.html").read_text()
     assert load_model(out / "model").dtype == torch.bfloat16
 
 

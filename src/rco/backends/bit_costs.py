@@ -144,6 +144,8 @@ class BitCosts:
         scheme, file = self.plan.scheme(info, width), self.plan.gguf
         if file is not None and self.kind in ("bpw", "size"):
             return file.linear_bytes(info, width) * (8 if self.kind == "bpw" else 1)
+        if file is not None and scheme.dense:  # the file holds 16 bits, whatever the model's type
+            return 8 * file.linear_bytes(info, width) * self.weight(info)
         if self.kind == "size":
             return option_bytes(info, scheme, self._layout)
         if self.kind == "bpw":

@@ -140,13 +140,22 @@ def make_plan(
         raise ValueError(f"--serve {serve} {'needs' if engine.gguf else 'has no use for'} a GGUF file.")
     if engine.gguf and symmetric is not None:
         raise ValueError(f"--serve {serve}: each block type has its own grid; leave out --symmetric.")
-    widths = engine.widths if widths is None else widths
+    widths = tuple(sorted(set(engine.widths if widths is None else widths)))
     sparse = any(info.role == EXPERT_ROLE for info in linears)
     experts = _expert_groups(engine, experts, sparse=sparse, allow_prune=allow_prune)
-    symmetric = _grid(engine, widths, symmetric, sparse=sparse)
-    widths = _check_widths(engine, widths, symmetric, group_size)
     locked = _parse_locks(locks, linears, widths)
     skipped_names = {info.name for pattern in skips for info in _matching(pattern, "--skip", linears)}
+    # An engine's rules for packed experts bind only those that will be packed.
+    packed_experts = [
+        info
+        for info in linears
+        if info.role == EXPERT_ROLE
+        and info.name not in skipped_names
+        and locked.get(info.name) != LEAVE_ALONE
+    ]
+    symmetric = _grid(engine, widths, symmetric, sparse=bool(packed_experts))
+    _check_widths(engine, widths, symmetric, group_size)
+    _check_expert_rows(engine, packed_experts, group_size)
 
     chosen: list[LinearInfo] = []
     skipped: list[str] = []
@@ -175,7 +184,6 @@ def make_plan(
             f"--skip leaves out some experts of {torn.layer.name} and not others: skip all of a layer, or lock "
             "those to leave alone at 16 bits."
         )
-    _check_expert_rows(engine, chosen, group_size)
     if not chosen:
         raise ValueError("Every linear is skipped: nothing is left to quantize.")
     clusters = _clusters(layout, chosen, ties, fused=engine.fused, experts=experts)
@@ -214,9 +222,9 @@ def _fitting(members: Sequence[LinearInfo], widths: Sequence[int], gguf: GGUFFil
     return found
 
 
-def _check_expert_rows(engine: Engine, linears: Sequence[LinearInfo], group_size: int | None) -> None:
+def _check_expert_rows(engine: Engine, experts: Sequence[LinearInfo], group_size: int | None) -> None:
     """Engines that hold a layer's experts together need one kind of scales for rows of both lengths."""
-    rows = {info.in_features for info in linears if isinstance(info, ExpertLinear)}
+    rows = {info.in_features for info in experts}
     if engine.gguf or engine.experts not in ("layer", "model") or group_size is None or not rows:
         return
     if min(rows) < group_size < max(rows):
@@ -293,20 +301,16 @@ def _grid(engine: Engine, widths: Sequence[int], symmetric: bool | None, *, spar
     return symmetric
 
 
-def _check_widths(
-    engine: Engine, widths: Sequence[int], symmetric: bool, group_size: int | None
-) -> tuple[int, ...]:
-    ordered = tuple(sorted(set(widths)))
-    packed = [w for w in ordered if w != LEAVE_ALONE]
-    if not packed or len(ordered) < 2:
-        raise ValueError(f"--widths needs at least two widths, one of them below 16, got {list(ordered)}.")
+def _check_widths(engine: Engine, widths: Sequence[int], symmetric: bool, group_size: int | None) -> None:
+    packed = [w for w in widths if w != LEAVE_ALONE]
+    if not packed or len(widths) < 2:
+        raise ValueError(f"--widths needs at least two widths, one of them below 16, got {list(widths)}.")
     for width in packed:
         if not 2 <= width <= 8:
             raise ValueError(f"A width is 2 to 8 bits, or 16 to leave a linear alone; got {width}.")
         reason = engine.refusal(Scheme(width, group_size, symmetric))
         if reason is not None:
             raise ValueError(f"{reason}; change --widths, --group-size or --symmetric, or --serve.")
-    return ordered
 
 
 def _matching(pattern: str, flag: str, linears: Sequence[LinearInfo]) -> list[LinearInfo]:

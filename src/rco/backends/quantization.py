@@ -435,10 +435,10 @@ class QuantizationBackend(Backend):
         return deploy(self.loaded, self.plan, self.packed(), self.choice_of(allocation))
 
     def average_width(self, allocation: Allocation) -> Fraction:
-        """Mean bits of the counted weights; pruned ones count as 0 bits."""
+        """Mean bits of the counted weights, as a budget of bits counts them; pruned ones count as 0 bits."""
         counted, choices = self.costs("bits"), self.choice_of(allocation)
         linears = [info for info in self.plan.linears if counted.counts_linear(info)]
-        total = sum(choices[info.name] * info.parameters for info in linears)
+        total = sum(counted.of(info, choices[info.name]) for info in linears)
         return Fraction(total, sum(info.parameters for info in linears))
 
     @contextmanager

@@ -6,6 +6,7 @@ import json
 
 import typer
 
+from rco.cli.jobs import print_loading
 from rco.cli.options import Switches, command_from_config
 from rco.pipeline.configs import ExportConfig
 
@@ -33,6 +34,7 @@ def _export(config: ExportConfig, switches: Switches) -> None:
     if written.get("tensors"):
         typer.echo(f"size        {written['total_bytes']:,} bytes in {len(written['tensors'])} tensors")
     typer.echo(f"folder      {written['path']}")
+    print_loading(written)
     if written.get("usage"):
         typer.echo(f"\n{written['usage'].rstrip()}")
 

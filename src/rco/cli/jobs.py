@@ -16,7 +16,7 @@ from rco.cli.options import Switches
 if TYPE_CHECKING:
     from rco.pipeline.common import Outcome, Planned
 
-__all__ = ["interruptible", "print_evaluation", "print_plan", "run_job"]
+__all__ = ["interruptible", "print_evaluation", "print_loading", "print_plan", "run_job"]
 
 
 def run_job(
@@ -139,3 +139,11 @@ def print_evaluation(
             f"{row['perplexity']:.3f}",
         )
     Console().print(table)
+
+
+def print_loading(export: dict[str, Any]) -> None:
+    """What a checkpoint asks of whoever loads it; nothing where stock model code does."""
+    if export.get("usage"):  # a recipe, whose scripts are not the model's code
+        return
+    if any(str(name).endswith(".py") for name in export.get("files") or {}):
+        typer.echo("loading     with trust_remote_code=True, or with rco: transformers needs the code inside")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rco.cli.jobs import print_evaluation, run_job
+from rco.cli.jobs import print_evaluation, print_loading, run_job
 from rco.cli.options import Switches, command_from_config
 from rco.pipeline.configs import PruneConfig
 
@@ -81,4 +81,5 @@ def _show(outcome: Outcome) -> None:
     if outcome.checkpoint:
         shape = outcome.metrics["export"]["shape"].replace("_", " ")
         typer.echo(f"checkpoint  {outcome.checkpoint} ({shape})")
+        print_loading(outcome.metrics["export"])
     typer.echo(f"report      {outcome.report}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rco.cli.jobs import print_evaluation, run_job
+from rco.cli.jobs import print_evaluation, print_loading, run_job
 from rco.cli.options import Switches, command_from_config
 from rco.pipeline.configs import QuantizeConfig
 
@@ -58,12 +58,14 @@ def _describe(planned: PlannedQuantization) -> tuple[dict[str, Any], list[tuple[
     }
     scales = f"groups of {plan.group_size}" if plan.group_size else "one scale per row"
     stored = f"as {', '.join(plan.block_types)}" if plan.gguf else f"{grid}, {scales}"
+    fixed = planned.backend.costs(budget.kind).fixed
+    searched = f"bytes for these, {fixed:,} for everything else" if fixed else "units for the search"
     lines = [
         ("groups", f"{problem.num_groups} of {len(plan.linears)} linears"),
         *([("left alone", ", ".join(plan.skipped))] if plan.skipped else []),
         ("widths", f"{', '.join(map(str, plan.widths))} bits, {stored}"),
         ("range", f"{budget.kind} from {low} to {high}"),
-        ("budget", f"{budget}: {problem.unit_budgets[0]:,} units for the search"),
+        ("budget", f"{budget}: {problem.unit_budgets[0]:,} {searched}"),
     ]
     return data, lines
 
@@ -76,6 +78,10 @@ def _show(outcome: Outcome) -> None:
     typer.echo(
         f"budget      asked {budget['requested']} {budget['kind']}: {budget['effective']}, used {budget['used']}"
     )
-    if outcome.checkpoint:
+    written = outcome.metrics.get("export", {})
+    if written.get("usage"):
+        typer.echo(f"recipe      {outcome.checkpoint}: its README.md has the commands")
+    elif outcome.checkpoint:
         typer.echo(f"checkpoint  {outcome.checkpoint}")
+        print_loading(written)
     typer.echo(f"report      {outcome.report}")

@@ -342,6 +342,9 @@ def _describe(
     bits = backend.average_width(result.allocation)
     low, high = backend.budget_range(planned.budget.kind)
     unit = {"size": "bytes", "active_bits": "bits x tokens"}.get(planned.budget.kind, "bits")
+    # A size is that of the whole checkpoint; the search sees the part that its choices change.
+    fixed = backend.costs(planned.budget.kind).fixed
+    allowed, used = problem.unit_budgets[0] + fixed, problem.units(result.allocation)[0] + fixed
     labels = [str(width) for width in plan.widths]
     return {
         "kind": backend.name,
@@ -350,11 +353,11 @@ def _describe(
         "budget": {
             "kind": planned.budget.kind,
             "requested": config.requested,
-            "effective": f"{problem.unit_budgets[0]:,} {unit}",
-            "used": f"{problem.units(result.allocation)[0]:,} {unit}",
+            "effective": f"{allowed:,} {unit}",
+            "used": f"{used:,} {unit}",
             "unit": unit,
-            "budget_units": problem.unit_budgets[0],
-            "used_units": problem.units(result.allocation)[0],
+            "budget_units": allowed,
+            "used_units": used,
             "range": [low, high],
             "average_bits": float(bits),
             "average_bits_exact": str(bits),

@@ -60,7 +60,7 @@ def _recomputed(run: RunData) -> list[Check]:
     feasible = run.problem.is_feasible(run.result.allocation)
     found, again = [], "Added up again from the problem and the allocation:"
     if run.problem.num_budgets == 1:
-        words = f"{again} {exact(cost)} of {exact(run.problem.budgets[0])}."
+        words = f"{again} {exact(cost)} of {exact(run.problem.budgets[0])}{_unchanged(run, cost)}."
     else:
         within = sum(Fraction(c) <= Fraction(b) for c, b in zip(cost, run.problem.budgets, strict=True))
         words = f"{again} {within} of {plural(len(budgets), 'budget')} kept."
@@ -70,6 +70,15 @@ def _recomputed(run: RunData) -> list[Check]:
             Check(False, f"The search recorded a cost of {run.result.cost}; the allocation costs {cost}.")
         )
     return found
+
+
+def _unchanged(run: RunData, cost: Any) -> str:
+    """What a size counts beside the cost of the choices, where it does."""
+    budget = section(run.metrics, "budget")
+    used = integer(budget, "used_units", "budget")
+    if budget.get("kind") != "size" or used is None or used <= cost:
+        return ""
+    return f", beside {exact(used - cost)} bytes that no choice changes"
 
 
 def _written(certificate: Mapping[str, Any]) -> list[Check]:
