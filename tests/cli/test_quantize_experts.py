@@ -54,6 +54,12 @@ def test_mistakes_end_with_one_line(tmp_path, capsys):
         (["--active-bits", "3", "--count", "experts"], "would cost nothing"),
         (["--size", "6MB", "--count", "experts"], "leave out --count experts"),
         (["--bits", "3", "--allow-prune", "--format", "gptqmodel"], "keeps every expert"),
+        (["--bits", "3", "--format", "llama.cpp"], "search with --serve llamacpp"),
+        (
+            ["--bits", "3", "--active-bits", "3"],
+            "--bits, --bpw, --size, --active-bits; got --active-bits, --bits.",
+        ),
+        (["--active-bits", "three"], "--active-bits must"),
         (["--bits", "1.5", "--lock", "attention=16", "--count", "experts"], "between 2 and 8"),
     ):
         assert main(["quantize", "tiny-moe", "--out", str(tmp_path / "run"), "--quiet", *arguments]) == 1

@@ -84,11 +84,13 @@ def test_stock_transformers_gives_the_evaluated_logits(tmp_path):
     tokens, expected = text().tokens, {}
     torch.save(tokens, tmp_path / "tokens.pt")
     for name in ARCHITECTURES:
-        locks = [] if MOE_ARCHITECTURES[name].separable else ["experts=16"]
-        for serve, exporter in (("transformers", CompressedTensorsExporter()), ("any", DenseExporter())):
-            backend = make_backend(
-                tmp_path / name / serve, name, serve=serve, locks=locks if serve != "any" else []
-            )
+        unpacked = [] if MOE_ARCHITECTURES[name].separable else ["experts=16"]
+        for serve, locks, exporter in (
+            ("transformers", unpacked, CompressedTensorsExporter()),
+            ("vllm", ["experts=16"], CompressedTensorsExporter()),
+            ("any", [], DenseExporter()),
+        ):
+            backend = make_backend(tmp_path / name / serve, name, serve=serve, locks=locks)
             backend.prepare(text())
             allocation = random_allocation(backend)
             folder = tmp_path / f"{name}-{serve}"
@@ -110,6 +112,33 @@ def test_stock_transformers_gives_the_evaluated_logits(tmp_path):
             atol=1e-4,
             msg=lambda m, f=folder: f"{f.name}: {m}",
         )
+
+
+def test_experts_of_several_widths_are_an_error_without_the_code_that_they_bring(tmp_path, monkeypatch):
+    """Unpacked by one layer's scheme, the others would load as noise if that scheme were the narrower one."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    pytest.importorskip("compressed_tensors")
+    backend = make_backend(tmp_path, "qwen3_moe", serve="vllm")
+    backend.prepare(text())
+    assert len({info.layer.index for info in backend.plan.experts}) > 1
+    for first, others in ((2, 4), (4, 2), (3, 4)):
+        widths = [
+            first if group.members[0].block == backend.plan.experts[0].block else others
+            for group in backend.plan.groups
+        ]
+        cost = sum(
+            int(row[backend.plan.widths.index(width)])
+            for row, width in zip(backend.costs("bits").matrix, widths, strict=True)
+        )
+        problem = backend.problem(Budget("bits", Fraction(cost, backend.costs("bits").parameters)))
+        allocation = problem.allocation([backend.plan.widths.index(width) for width in widths])
+        source, weights = backend.deployed(allocation)
+        folder = tmp_path / f"{first}-{others}"
+        CompressedTensorsExporter().export(source, weights, folder, engine="vllm")
+        with pytest.raises(RuntimeError, match="conversion"):
+            AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rco.cli import main
 from rco.models.loading import load_model
+from rco.models.moe_linears import model_linears
 from rco.models.precision import computing_in
 from rco.models.tiny import save_tiny
 from rco.pipeline.configs import ExportConfig
@@ -146,6 +147,24 @@ def test_mixtures_of_experts_from_a_folder_to_the_same_logits(tmp_path, capsys, 
     for model in (stock.eval(), load_model(out / "model").model):
         with torch.no_grad():
             torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_experts_that_are_left_alone_stay_stacked_and_are_counted(tmp_path, model_type):
+    """They are outside of no budget: a float32 model's count 32 bits each, as its checkpoint has them."""
+    folder, out = save_tiny(model_type, tmp_path / "model", dtype=torch.float32), tmp_path / "run"
+    loaded = load_model(folder)
+    linears = model_linears(loaded.layout, loaded.model)
+    total = sum((32 if info.role == "experts" else 3) * info.parameters for info in linears)
+    bits = f"{total / sum(info.parameters for info in linears):.4f}"
+    shared = ["--lock=experts=16", "--serve=vllm", "--group-size=4", "--method=rtn", "--clip=minmax"]
+    assert main(["quantize", str(folder), "--bits", bits, "--out", str(out), *QUICK, *shared]) == 0
+    metrics = json.loads((out / "metrics.json").read_text())
+    certificate = metrics["certificate"]
+    assert certificate["used"] == metrics["budget"]["used_units"] <= Fraction(certificate["allowed"])
+    assert certificate["average_bits"] == pytest.approx(metrics["budget"]["average_bits"], rel=1e-12)
+    check_logits(out, torch.arange(24)[None] * 31 % 8192)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

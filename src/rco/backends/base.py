@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -38,18 +39,23 @@ class Budget:
         """The one budget that is not None, e.g. ``Budget.parse(bits="2.5", size=None)``."""
         named = {kind: value for kind, value in given.items() if value is not None}
         if len(named) != 1:
-            flags = ", ".join(f"--{kind}" for kind in given)
-            raise ValueError(f"Give exactly one budget out of {flags}; got {sorted(named) or 'none'}.")
+            raise ValueError(
+                f"Give exactly one budget out of {_flags(given)}; got {_flags(sorted(named)) or 'none'}."
+            )
         ((kind, value),) = named.items()
-        amount = Fraction(parse_size(str(value))) if kind == "size" else exact_number(value, kind)
+        amount = Fraction(parse_size(str(value))) if kind == "size" else exact_number(value, _flags([kind]))
         if amount <= 0:
-            raise ValueError(f"--{kind} must be positive, got {value}.")
+            raise ValueError(f"{_flags([kind])} must be positive, got {value}.")
         return cls(kind, amount)
 
     def __str__(self) -> str:
         if self.kind == "size":
             return f"{int(self.amount):,} bytes"
         return f"{float(self.amount):.6g} {self.kind}"
+
+
+def _flags(kinds: Iterable[str]) -> str:
+    return ", ".join("--" + kind.replace("_", "-") for kind in kinds)
 
 
 class Backend(ABC):

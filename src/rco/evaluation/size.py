@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,13 +84,19 @@ def checkpoint_size(folder: str | Path) -> dict[str, Any]:
     }
 
 
-def average_bits(folder: str | Path, linears: Collection[str] | None = None) -> dict[str, Any]:
+def average_bits(
+    folder: str | Path,
+    linears: Collection[str] | None = None,
+    stacked: Mapping[str, tuple[str, int]] | None = None,
+) -> dict[str, Any]:
     """Bits per weight of a compressed-tensors checkpoint, from the shapes of its packed tensors.
 
     Args:
         folder: The checkpoint.
         linears: Names of the linears to average over, those left unquantized among them; None for all that are
             quantized.
+        stacked: Linears among them that may be part of a larger tensor: its name, and how many of its numbers are
+            theirs. Experts that are left alone are stored so.
 
     Returns:
         ``parameters``, ``weight_bits`` and ``average_bits`` (codes alone), ``stored_bits`` and
@@ -104,7 +110,13 @@ def average_bits(folder: str | Path, linears: Collection[str] | None = None) -> 
     packed = [name.removesuffix(".weight_packed") for name in entries if name.endswith(".weight_packed")]
     names = sorted(packed if linears is None else linears)
     declared = _declared_widths(Path(folder).expanduser())
-    tensors = {name: _one(name, entries, declared(name)) for name in names}
+    parts = {name: part for name, part in (stacked or {}).items() if part[0] in entries}
+    tensors = {
+        name: _plain(parts[name][1], entries[parts[name][0]])
+        if name in parts
+        else _one(name, entries, declared(name))
+        for name in names
+    }
     parameters = sum(entry["parameters"] for entry in tensors.values())
     weight = sum(entry["weight_bits"] for entry in tensors.values())
     stored = sum(entry["stored_bits"] for entry in tensors.values())
@@ -135,12 +147,16 @@ def _declared_widths(folder: Path) -> Callable[[str], int | None]:
     return declared
 
 
+def _plain(count: int, entry: _Entry) -> dict[str, int]:
+    """So many numbers of a tensor that is not packed."""
+    width = _WIDTHS[entry.dtype]
+    return {"bits": width, "parameters": count, "weight_bits": count * width, "stored_bits": count * width}
+
+
 def _one(name: str, entries: dict[str, _Entry], declared: int | None) -> dict[str, int]:
     dense = entries.get(f"{name}.weight")
     if dense is not None:
-        count = math.prod(dense.shape)
-        bits = count * _WIDTHS[dense.dtype]
-        return {"bits": _WIDTHS[dense.dtype], "parameters": count, "weight_bits": bits, "stored_bits": bits}
+        return _plain(math.prod(dense.shape), dense)
     codes, shape = entries.get(f"{name}.weight_packed"), entries.get(f"{name}.weight_shape")
     scale = entries.get(f"{name}.weight_scale")
     if codes is None or shape is None or scale is None:

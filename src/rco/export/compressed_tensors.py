@@ -226,7 +226,9 @@ def quantization_config(
             groups.setdefault(scheme, []).append(name)
     if not groups:
         return None
-    ordered = sorted(groups, key=lambda scheme: (scheme.bits, scheme.symmetric, scheme.group_size or 0))
+    # Widest first. Without the code in the checkpoint, transformers unpacks all experts by the first scheme that
+    # has some: one that is too wide does not fit and is an error, one that is too narrow would load as noise.
+    ordered = sorted(groups, key=lambda scheme: (-scheme.bits, scheme.symmetric, scheme.group_size or 0))
     return {
         "quant_method": "compressed-tensors",
         "version": _LAYOUT_VERSION,

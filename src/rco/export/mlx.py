@@ -75,7 +75,7 @@ class MLXExporter(RecipeExporter):
                 if modules.setdefault(path, entry) != entry:
                     raise ExportError(
                         f"{path} holds all experts of a layer, and {name} differs from the others: search with one "
-                        "width for each projection of a layer's experts."
+                        "width for each projection of a layer's experts (--expert-groups layer-projection)."
                     )
         # The defaults are used by no module, but MLX asks the predicate only where its group size divides a row.
         smallest = min(entry["group_size"] for entry in modules.values())

@@ -88,6 +88,11 @@ def check_format(format: str, engine: Engine, *, pruned: bool = False) -> Any:
             f"The format {format!r} is a recipe for a tool that keeps every expert: leave out --allow-prune, or "
             "take --format compressed-tensors, dense or none."
         )
+    if format == "llama.cpp" and not engine.gguf:
+        raise ValueError(
+            "llama.cpp has block types of its own, which a search for --serve "
+            f"{engine.name} does not offer: search with --serve llamacpp."
+        )
     if engine.gguf and format == "compressed-tensors":
         raise ValueError(
             f"llama.cpp loads no compressed-tensors checkpoint; take --format {engine.format}, dense or none."
@@ -124,7 +129,8 @@ def _certify_bits(
     backend, budget = planned.backend, planned.budget
     rename = stored_names(backend.loaded.model)
     written = {rename(name): info for name, info in backend.written_names(allocation).items()}
-    bits = average_bits(folder, list(written))
+    stacked = {name: (rename(info.stored_in), info.parameters) for name, info in written.items()}
+    bits = average_bits(folder, list(written), stacked)
     counted = backend.costs(budget.kind)
     if budget.kind == "size":
         used, allowed = size["bytes"], budget.amount
