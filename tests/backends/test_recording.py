@@ -5,15 +5,21 @@ was recorded; had it read a choice off them, other gates would give that sample'
 """
 
 import logging
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from rco.backends.base import Budget
+from rco.backends.candidates import option_label
+from rco.backends.plan import make_plan
+from rco.backends.quantization import QuantizationBackend
 from rco.compressors.packing import PackedWeight
 from rco.compressors.switchable import _Options
 from rco.models.moe_room import ProbeRoom
 from rco.studies.step_bench import sampled_gates
-from rco.studies.step_cases import make_case
+from rco.studies.step_cases import WIDTHS, make_case, random_packed
 
 CPU = torch.device("cpu")
 
@@ -60,6 +66,24 @@ def recorded(monkeypatch):
     return RunAgain
 
 
+def case_of(kind):
+    """A case of a shape; ``locked``: the output layer and a linear have one width each, another is left alone."""
+    if kind != "locked":
+        return make_case(kind, CPU, length=16, group=32)
+    case = make_case("quick", CPU, length=16, group=32)
+    linears = case.loaded.layout.linears(case.loaded.model, include_head=True)
+    locks = ["head=4", "model.layers.0.mlp.down_proj=3", "model.layers.1.mlp.down_proj=16"]
+    plan = make_plan(case.loaded.layout, linears, widths=WIDTHS, group_size=32, symmetric=False, locks=locks)
+    backend = QuantizationBackend(case.loaded, plan, Path("unused"))
+    backend.set_packed(
+        {
+            info.name: {option_label(width): random_packed(info, width, 32, CPU) for width in WIDTHS}
+            for info in plan.linears
+        }
+    )
+    return replace(case, backend=backend, problem=backend.problem(Budget.parse(bits="6")))
+
+
 def samples_of(case, requests, graphs):
     case.backend.graphs = graphs
     with case.backend.objective(case.data) as objective:
@@ -69,10 +93,10 @@ def samples_of(case, requests, graphs):
         return [answer() for answer in answers], objective._recording is not None
 
 
-@pytest.mark.parametrize("kind", ["quick", "quick-moe"])
+@pytest.mark.parametrize("kind", ["quick", "quick-moe", "locked"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 def test_replays_follow_the_gates_and_the_text_that_go_in(kind, checkpointing, recorded):
-    case = make_case(kind, CPU, length=16, group=32)
+    case = case_of(kind)
     case.backend.checkpointing = checkpointing
     requests = [(gates, batch) for batch, gates in enumerate(sampled_gates(case, 4))]
     wanted, was_recorded = samples_of(case, requests, graphs=False)

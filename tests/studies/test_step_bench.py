@@ -35,17 +35,24 @@ def test_memory_report_and_its_reference():
     assert [row["checkpointing"] for row in report["modes"]] == [False, True]
     assert report["reference"]["relative_error"] < 1e-5
     assert report["reference"]["bytes"] == 256 * 2048 * 64 * 4
-    with pytest.raises(ValueError, match="dense shape"):
-        run_memory("quick-moe", device="cpu")
+    pruning = run_memory("quick-moe", device="cpu", length=16, repeats=1)
+    assert [(row["memory"], row["checkpointing"]) for row in pruning["modes"]] == [
+        ("none", False),
+        ("none", True),
+    ]
+    plain, less = (row["expected_bytes"] for row in pruning["modes"])
+    assert less < plain
+    assert "| none | yes |" in to_markdown(pruning)
 
 
-def test_command_writes_table_json_and_plot(tmp_path, capsys):
-    assert main(["bench", "step", "--quick", "--out", str(tmp_path)]) == 0
-    assert "floor" in capsys.readouterr().out
-    assert json.loads((tmp_path / "step_quick.json").read_text())["shape"] == "quick"
-    assert (tmp_path / "step_quick.md").is_file()
+@pytest.mark.parametrize(("what", "word"), [("step", "floor"), ("memory", "expected")])
+def test_command_writes_table_json_and_plot(what, word, tmp_path, capsys):
+    assert main(["bench", what, "--quick", "--out", str(tmp_path)]) == 0
+    assert word in capsys.readouterr().out
+    assert json.loads((tmp_path / f"{what}_quick.json").read_text())["shape"] == "quick"
+    assert (tmp_path / f"{what}_quick.md").is_file()
     if importlib.util.find_spec("matplotlib") is not None:
-        assert "<svg" in (tmp_path / "step_quick.svg").read_text()
+        assert "<svg" in (tmp_path / f"{what}_quick.svg").read_text()
 
 
 @pytest.mark.parametrize("what", ["step", "memory"])

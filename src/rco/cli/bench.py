@@ -131,7 +131,7 @@ def retraction(
 Shape = Annotated[
     str, typer.Option("--shape", help="qwen3-8b, llama3-8b, qwen3-30b-a3b, olmoe, quick or quick-moe.")
 ]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda or mps.")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:N or mps.")]
 Length = Annotated[int, typer.Option("--length", min=2, help="Tokens of the sequence that a sample sees.")]
 Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Fewer blocks than the shape has.")]
 
@@ -197,9 +197,11 @@ def memory(
     """
     from rco.cli.progress import make_progress
     from rco.studies.step_bench import run_memory, to_markdown
+    from rco.studies.step_figure import write_memory_figure
 
     if quick:
-        shape, device, length, repeats = "quick", "cpu", 32, 1
+        shape = shape if shape.startswith("quick") else "quick"
+        device, length, repeats = "cpu", 32, 1
     with make_progress(as_json) as progress:
         report = run_memory(
             shape,
@@ -210,6 +212,8 @@ def memory(
             on_progress=progress.stage("memory"),
         )
     _write(report, to_markdown(report), out, f"memory_{shape}", as_json)
+    if out is not None:
+        write_memory_figure(report, out / f"memory_{shape}.svg")
 
 
 def _ablations(config: AblationConfig, switches: Switches) -> None:

@@ -91,7 +91,7 @@ class GatedModel:
             active: (N, K) bool, options whose gradient is wanted; the others get exactly zero.
             choices: What :func:`gate_choices` read off the gates, where the caller has done so already.
             recorded: The layers read their choices off the gates when they run, so that what they launch may be
-                recorded and launched again with other gates; see :attr:`recordable`.
+                recorded and launched again with other gates; see :meth:`recordable`.
 
         Returns:
             The choice of every row; None for a mixture.

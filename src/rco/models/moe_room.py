@@ -31,7 +31,7 @@ class UsedRoom:
     Attributes:
         recorded: Whether the sample is recorded, to be replayed with other gates.
         layers: Layer, places and expected number; None: any, the sample being replayed.
-        needed: The numbers needed, on the device: one per layer, or all in one tensor.
+        needed: The numbers needed, on the device, layer by layer.
     """
 
     recorded: bool = False

@@ -247,13 +247,14 @@ def run_memory(
     layers: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> dict[str, Any]:
-    """Peak memory and time of a sample: candidates resident or streamed, with and without checkpointing."""
-    if sparse(shape):
-        raise ValueError(f"{shape} is pruned, which keeps no candidates: bench memory takes a dense shape.")
+    """Peak memory and time of a sample: candidates resident or streamed, with and without checkpointing.
+
+    Sparse shapes are pruned, which keeps no candidates.
+    """
     tell = on_progress or (lambda done, total: None)
     place = pick_device(device)
     modes: list[tuple[Any, bool]] = [("resident", False), ("resident", True)]
-    if place.type == "cuda":
+    if place.type == "cuda" and not sparse(shape):
         modes += [("offload", False), ("offload", True)]
     loaded, packed = None, None
     rows: list[dict[str, Any]] = []
@@ -271,13 +272,18 @@ def run_memory(
             memory=memory,
             packed=packed,
         )
-        assert isinstance(case.backend, QuantizationBackend)
-        loaded, packed = case.loaded, case.backend.packed()
+        loaded = case.loaded
+        if isinstance(case.backend, QuantizationBackend):
+            packed = case.backend.packed()
         with sample_of(case) as work:
             timed = measure(work, place, repeats)
-        expected = _expected(case, length, checkpointing, memory == "offload")
         rows.append(
-            {"memory": memory, "checkpointing": checkpointing, **timed.to_dict(), "expected_bytes": expected}
+            {
+                "memory": "none" if sparse(shape) else memory,
+                "checkpointing": checkpointing,
+                **timed.to_dict(),
+                "expected_bytes": _expected(case, length, checkpointing, memory == "offload"),
+            }
         )
     tell(len(modes), len(modes))
     assert loaded is not None

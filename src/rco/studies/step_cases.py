@@ -112,7 +112,7 @@ def as_graph(work: Callable[[], object], device: torch.device) -> Callable[[], o
         work()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.stream(torch.cuda.current_stream(device)), torch.cuda.graph(graph):
         work()
     return graph.replay
 

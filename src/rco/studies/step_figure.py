@@ -1,4 +1,4 @@
-"""The parts of a sample as one bar beside the floor."""
+"""The parts of a sample as one bar beside the floor, and what it holds beside what was expected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from rco.folders import atomic_path
 
-__all__ = ["write_figure"]
+__all__ = ["write_figure", "write_memory_figure"]
 
 _COLOURS = {
     "knapsack": "#c44536",
@@ -37,7 +37,36 @@ def write_figure(report: dict[str, Any], path: Path) -> bool:
         f"{report['shape']}, {report['tokens']} tokens: {report['plain']['ratio']:.2f} x the floor"
     )
     axes.legend(ncols=5, fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.35))
+    _save(figure, axes, path)
+    return True
+
+
+def write_memory_figure(report: dict[str, Any], path: Path) -> bool:
+    """Draw a memory report; False where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    modes = report["modes"]
+    figure = Figure(figsize=(7, 0.8 + 0.6 * len(modes)), layout="constrained")
+    axes = figure.subplots()
+    bars = [("expected_bytes", "expected", -0.2, "#b8c4cc"), ("peak_bytes", "measured", 0.2, "#197278")]
+    for key, label, shift, colour in bars:
+        found = [(place + shift, row[key] / 2**30) for place, row in enumerate(modes) if row[key] is not None]
+        if found:  # nobody measures a CPU's
+            places, sizes = zip(*found, strict=True)
+            axes.barh(places, sizes, height=0.4, color=colour, label=label)
+    names = [f"{row['memory']}{', checkpointing' if row['checkpointing'] else ''}" for row in modes]
+    axes.set_yticks(range(len(modes)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB")
+    axes.set_title(f"{report['shape']}, {report['tokens']} tokens: memory of a sample")
+    axes.legend(fontsize=7, frameon=False)
+    _save(figure, axes, path)
+    return True
+
+
+def _save(figure: Any, axes: Any, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="svg")
-    return True
