@@ -247,6 +247,15 @@ def against_mxmoe(data, budgets):
             lines.append(
                 f"* `{ours}` against `{theirs}` ({space}): KL {change['kl']}; perplexity {change['perplexity']}."
             )
+    longer = load(f"moe_precision_{data['model'].replace('-', '_')}_long_evaluation")
+    if longer is not None:
+        rows = {(row["method"], row["bits"]): row["perplexity"] for row in longer["table"]}
+        lines += [
+            f"* Perplexity of `rco*-projection` against `mxmoe` at {bits} bits on "
+            f"{longer['settings']['evaluation']} sequences instead of {data['settings']['evaluation']}: "
+            f"{100 * (rows['rco*-projection', bits] / rows['mxmoe', bits] - 1):+.3f} %."
+            for bits in sorted({bits for _, bits in rows})
+        ]
     return lines
 
 

@@ -18,7 +18,7 @@ import torch
 import rco
 from rco.core.problem import Allocation, AllocationProblem
 from rco.core.result import SearchResult, StepRecord
-from rco.folders import FolderLock, as_json, atomic_path, differences
+from rco.folders import FolderLock, as_json, atomic_path, differences, write_tensors_atomic
 from rco.runs import LockedError, RunDirectory, RunError, WriteError, environment, write_json_atomic
 
 CONFIG = {"model": "tiny", "search": {"steps": 5, "tau": (1.0, 0.01)}, "out": Path("x")}
@@ -28,6 +28,17 @@ CONFIG = {"model": "tiny", "search": {"steps": 5, "tau": (1.0, 0.01)}, "out": Pa
 def run(tmp_path):
     with RunDirectory.create(tmp_path / "run", CONFIG) as made:
         yield made
+
+
+@pytest.mark.skipif(os.name == "nt", reason="files have no such modes there")
+def test_others_may_read_what_the_mask_lets_them(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_json_atomic(tmp_path / "a.json", {})
+        write_tensors_atomic(tmp_path / "a.safetensors", {"x": torch.zeros(2)})
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
 
 
 def test_documents_come_back(run):

@@ -132,8 +132,13 @@ def write_tensors_atomic(
     from safetensors.torch import save_file
 
     with atomic_path(path, shared=shared) as temporary:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         try:
             save_file(dict(tensors), temporary, metadata=dict(metadata) if metadata else None)
+            temporary.chmod(
+                mode
+            )  # safetensors lets nobody else read its files, whatever the user's mask says
         except SafetensorError as error:
             failure = disk_failure(error)
             if failure is None:

@@ -54,6 +54,8 @@ def test_mistakes_end_with_one_line(tmp_path, capsys):
         (["--active-bits", "3", "--count", "experts"], "would cost nothing"),
         (["--size", "6MB", "--count", "experts"], "leave out --count experts"),
         (["--bits", "3", "--allow-prune", "--format", "gptqmodel"], "keeps every expert"),
+        (["--bits", "3", "--format", "mlx", "--widths", "2,3,4"], "--expert-groups layer-projection"),
+        (["--bits", "3", "--format", "mlx", "--expert-groups", "layer-projection"], "takes 2, 3, 4, 5, 6, 8"),
         (["--bits", "3", "--format", "llama.cpp"], "search with --serve llamacpp"),
         (
             ["--bits", "3", "--active-bits", "3"],

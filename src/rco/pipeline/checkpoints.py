@@ -11,22 +11,24 @@ import torch
 from torch import Tensor
 
 from rco import tables
+from rco.backends.accounting import DENSE
 from rco.backends.engines import Engine
 from rco.backends.expert_pruning import ExpertPruningBackend
 from rco.backends.gguf_file import ALIGNMENT
-from rco.backends.plan import PRUNED
+from rco.backends.plan import PRUNED, QuantizationPlan
 from rco.backends.quantization import QuantizationBackend
 from rco.core.problem import Allocation
 from rco.evaluation.size import average_bits, checkpoint_size, read_headers
 from rco.export.engines import validate_for_engine
-from rco.export.recipes import RecipeExporter
+from rco.export.recipes import Choice, RecipeExporter
 from rco.models.gguf_names import gguf_names
-from rco.models.loading import load_model
+from rco.models.loading import LoadedModel, load_model
 from rco.models.moe import moe_layers, stored_names
+from rco.models.moe_linears import model_linears
 from rco.models.precision import computing_in
 from rco.pipeline.common import Planned, check_used
 
-__all__ = ["check_format", "export_pruning", "export_quantized", "make_exporter"]
+__all__ = ["check_format", "check_recipe", "export_pruning", "export_quantized", "make_exporter"]
 
 # Largest difference between the logits of the checkpoint and of the evaluated model, relative to the largest logit.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -98,6 +100,26 @@ def check_format(format: str, engine: Engine, *, pruned: bool = False) -> Any:
             f"llama.cpp loads no compressed-tensors checkpoint; take --format {engine.format}, dense or none."
         )
     return exporter
+
+
+def check_recipe(exporter: Any, loaded: LoadedModel, plan: QuantizationPlan) -> None:
+    """Refuse, before a search, groups and widths of which a recipe could not name every combination.
+
+    Raises:
+        ExportError: The tool lacks a width, or needs one for linears that are not in one group.
+    """
+    if not isinstance(exporter, RecipeExporter) or plan.gguf is not None:  # GGUF's rules are the plan's own
+        return
+    linears = {info.name: info for info in model_linears(loaded.layout, loaded.model, include_head=True)}
+    # Neighbouring groups at different widths, and every group at each of its own.
+    for turn in range(max(len(group.widths) for group in plan.groups)):
+        schemes = dict.fromkeys(linears, DENSE)
+        for number, group in enumerate(plan.groups):
+            width = group.widths[(number + turn) % len(group.widths)]
+            schemes |= {member.name: plan.scheme(member, width) for member in group.members}
+        choice = Choice(loaded, linears, schemes)
+        if choice.quantized:
+            exporter.recipe(choice)
 
 
 def _certify_blocks(planned: Planned[QuantizationBackend], tensors: Mapping[str, int]) -> dict[str, Any]:

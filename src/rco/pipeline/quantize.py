@@ -34,7 +34,7 @@ from rco.folders import write_tensors_atomic
 from rco.models.loading import LoadedModel
 from rco.models.moe_linears import model_linears, sparse_layers
 from rco.models.precision import compute_dtype
-from rco.pipeline.checkpoints import check_format, export_quantized
+from rco.pipeline.checkpoints import check_format, check_recipe, export_quantized
 from rco.pipeline.common import (
     Outcome,
     Planned,
@@ -107,7 +107,7 @@ def plan_quantization(
     problem = backend.problem(budget)
     format = _format(config)
     if format != "none":
-        check_format(format, plan.engine, pruned=config.allow_prune)
+        check_recipe(check_format(format, plan.engine, pruned=config.allow_prune), loaded, plan)
     if format == "compressed-tensors":
         schemes = {i.name: [plan.scheme(i, width) for width in plan.packed_widths] for i in plan.linears}
         check_exportable(plan.linears, schemes)
