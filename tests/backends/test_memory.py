@@ -1,12 +1,16 @@
 """The count of a search's memory: what autograd keeps, and how the choices on offer change it."""
 
 import gc
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from expert_cases import experts_case
 from pretend_gpu import GPU, pretend_gpu
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rco.backends.candidates import option_label
 from rco.backends.memory import pruning_memory, saved_bytes_per_token, search_memory
@@ -16,6 +20,7 @@ from rco.backends.switched import switched_model
 from rco.compressors.packing import PackedWeight, pack
 from rco.compressors.streaming import pinned
 from rco.models.shapes import random_model
+from rco.studies.step_bench import sampled_gates
 from rco.studies.step_cases import random_packed
 
 CPU = torch.device("cpu")
@@ -120,6 +125,45 @@ def test_pruning_keeps_what_its_backward_pass_reads():
     # At the least every pair's inner states, which the experts' backward pass starts from, and every token's input.
     assert plain.activations >= 4 * tokens * layers * (top_k * 2 * inner + hidden)
     assert less.activations == 4 * tokens * layers * hidden < plain.activations
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most memory that tensors made inside hold at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self._known = weakref.WeakSet()
+
+    def _gone(self, size):
+        self.now -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {
+            leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
+        for leaf in tree_leaves(out):
+            storage = leaf.untyped_storage() if isinstance(leaf, torch.Tensor) else None
+            if storage is not None and storage not in given and storage not in self._known:
+                self._known.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return out
+
+
+@pytest.mark.parametrize("prune", [False, True])
+@pytest.mark.parametrize("tokens", [8, 256])
+def test_experts_are_expected_to_be_decoded_and_differentiated_a_layer_at_a_time(tokens, prune, tmp_path):
+    case = experts_case(tmp_path, CPU, torch.float32, prune=prune, length=tokens)
+    (gates,) = sampled_gates(case, 1)
+    with case.backend.objective(case.data) as objective, LiveBytes() as live:
+        objective.enqueue(gates, 0)()
+    needed = search_memory(
+        case.loaded, case.backend.plan, tokens=tokens, dtype=torch.float32, checkpointing=False, offload=False
+    )
+    assert needed.activations + needed.workspace == pytest.approx(live.most, rel=0.3)
 
 
 def test_options_side_by_side_are_the_same_options():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rco.backends.accounting import stored_bits
-from rco.backends.plan import QuantizationPlan
+from rco.backends.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
 from rco.compressors.streaming import STREAM_SLOTS
 from rco.losses import LOGITS_BYTES, chunk_length
 from rco.models.layout import LinearInfo
@@ -18,7 +18,7 @@ from rco.models.loading import LoadedModel
 from rco.models.moe import MoELayer
 from rco.models.moe_experts import expert_weights
 from rco.models.moe_gates import expert_gates
-from rco.models.moe_linears import EXPERT_ROLE
+from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear
 
 __all__ = ["SearchMemory", "pruning_memory", "saved_bytes_per_token", "search_memory"]
 
@@ -34,8 +34,8 @@ class SearchMemory:
         originals: Those linears; in host memory while a GPU searches, on the device for the sensitivities.
         candidates: Packed options, or the buffers that they stream through.
         activations: What the backward pass needs.
-        workspace: Dense weight and its gradient, the loss's chunks of logits; on a GPU also what the allocator has
-            taken and cannot fill.
+        workspace: Dense weight and its gradient (of all experts of a layer), the loss's chunks of logits; on a GPU
+            also what the allocator has taken and cannot fill.
     """
 
     weights: int
@@ -121,19 +121,44 @@ def search_memory(
         streamed = [size for name, size in per_linear.items() if name not in experts]
         candidates += STREAM_SLOTS * max(streamed, default=0) - sum(streamed)
     # The probe computes in the type that the model has now.
-    saved = int(saved_bytes_per_token(loaded, plan.linears) * tokens * width / loaded.dtype.itemsize)
-    largest = max((info.parameters for info in plan.linears), default=0) * width
-    widest = max((max(info.in_features, info.out_features) for info in plan.linears), default=0)
+    saved = int(_saved_by_search(loaded, plan) * tokens * width / loaded.dtype.itemsize)
+    linears = [info for info in plan.linears if info.role != EXPERT_ROLE]
+    largest = max((info.parameters for info in linears), default=0) * width
+    widest = max((max(info.in_features, info.out_features) for info in linears), default=0)
     backward = largest + 4 * tokens * widest * width
+    # A layer's experts are decoded and differentiated all at once.
+    stack = 0
+    for layer in _switched_layers(plan):
+        size = width * sum(info.parameters for info in plan.experts if info.layer.index == layer.index)
+        probed = PRUNED in plan.widths
+        stack, backward = (
+            max(stack, size),
+            max(backward, size + _layer_backward(layer, tokens, probed) * width),
+        )
     activations, workspace = _at_the_peak(loaded, tokens, width, saved, backward, checkpointing)
     counted = SearchMemory(
         weights=(parameters - own) * width,
         originals=own * width,
         candidates=candidates,
         activations=activations,
-        workspace=largest + workspace,
+        workspace=largest + stack + workspace,
     )
     return _with_unfilled(counted, loaded.device)
+
+
+def _saved_by_search(loaded: LoadedModel, plan: QuantizationPlan) -> float:
+    """Bytes per token that autograd keeps while a search over a plan runs, experts as it runs them."""
+    if not plan.experts:
+        return saved_bytes_per_token(loaded, plan.linears)
+    with expert_gates(loaded.model) as gates:
+        gates.set_gates(torch.ones(gates.num_gates, device=loaded.device, requires_grad=True))
+        return saved_bytes_per_token(loaded, plan.linears)
+
+
+def _switched_layers(plan: QuantizationPlan) -> list[MoELayer]:
+    """The sparse layers whose experts have a choice."""
+    members = (info for group in plan.groups if group.widths != (LEAVE_ALONE,) for info in group.members)
+    return list({info.layer.index: info.layer for info in members if isinstance(info, ExpertLinear)}.values())
 
 
 def pruning_memory(
@@ -144,7 +169,7 @@ def pruning_memory(
     with expert_gates(loaded.model) as gates:
         gates.set_gates(torch.ones(gates.num_gates, device=loaded.device, requires_grad=True))
         saved = int(_saved_per_token(loaded) * tokens * width / loaded.dtype.itemsize)
-    backward = max(_layer_backward(layer, tokens) for layer in gates.layers) * width
+    backward = max(_layer_backward(layer, tokens, probed=True) for layer in gates.layers) * width
     activations, workspace = _at_the_peak(loaded, tokens, width, saved, backward, checkpointing)
     parameters = sum(p.numel() for p in loaded.model.parameters())
     return _with_unfilled(SearchMemory(parameters * width, 0, 0, activations, workspace), loaded.device)
@@ -156,14 +181,15 @@ def _with_unfilled(counted: SearchMemory, device: torch.device) -> SearchMemory:
     return replace(counted, workspace=counted.workspace + unfilled)
 
 
-def _layer_backward(layer: MoELayer, tokens: int) -> int:
-    """Numbers that a sparse layer's backward pass holds beside what was saved for it."""
+def _layer_backward(layer: MoELayer, tokens: int, probed: bool) -> int:
+    """Numbers that a sparse layer's backward pass holds beside what was saved for it and gradients of weights."""
     weights = expert_weights(layer.experts)
     inner, hidden = weights.down.shape[1:]
     # Every pair's output gradient, and its inner states and their gradients; the same of what pruned experts would
     # have said, of which there are half as many (a quarter of the experts being pruned) and one per token.
     pairs = tokens * layer.top_k
-    return int(pairs * (hidden + 4 * inner) + (pairs // 2 + tokens) * (2 * hidden + 5 * inner))
+    probes = (pairs // 2 + tokens) * (2 * hidden + 5 * inner) if probed else 0
+    return int(pairs * (hidden + 4 * inner) + probes)
 
 
 def _at_the_peak(
