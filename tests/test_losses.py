@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretend_gpu import GPU, pretend_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rco.losses import (
@@ -325,3 +326,24 @@ def test_errors_say_what_is_wrong():
         Head(head.weight, softcap=0.0)
     with pytest.raises(ValueError, match="vocabulary, hidden"):
         Head(torch.zeros(3))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a pretended GPU takes the real one's place")
+def test_hidden_states_come_to_a_head_on_another_device(monkeypatch):
+    hidden, reference, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(11, 8)
+    targets = torch.randint(0, 11, (6,))
+
+    def results(head):
+        for loss in (
+            lambda leaf: chunked_kl(leaf, head, reference, head),
+            lambda leaf: chunked_cross_entropy(leaf, head, targets),
+        ):
+            leaf = hidden.clone().requires_grad_()
+            value = loss(leaf)
+            (gradient,) = torch.autograd.grad(value, leaf)
+            yield value.detach().cpu(), gradient.cpu()
+
+    wanted = list(results(Head(weight)))
+    with pretend_gpu(monkeypatch):
+        found = list(results(Head(weight.to(GPU))))
+    torch.testing.assert_close(found, wanted)

@@ -308,7 +308,8 @@ def _kl_job(
     chunk_tokens: int | None,
     top_k: int | None,
 ) -> tuple[_Job, Tensor]:
-    student, reference = _flatten(student_hidden, student_head), _flatten(reference_hidden, reference_head)
+    student = _at_head(_flatten(student_hidden, student_head), student_head)
+    reference = _flatten(reference_hidden, reference_head)
     if student_hidden.shape[:-1] != reference_hidden.shape[:-1]:
         raise ValueError(
             "Student and reference must cover the same tokens, got hidden states of shapes "
@@ -331,7 +332,7 @@ def _kl_job(
 def _cross_entropy_job(
     hidden: Tensor, head: Head, targets: Tensor, mask: Tensor | None, chunk_tokens: int | None
 ) -> tuple[_Job, Tensor]:
-    flat = _flatten(hidden, head)
+    flat = _at_head(_flatten(hidden, head), head)
     if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64:
         raise ValueError(
             f"targets must be int64 of shape {tuple(hidden.shape[:-1])}, got {describe(targets)}."
@@ -368,6 +369,11 @@ def _flatten(hidden: Tensor, head: Head) -> Tensor:
             f"got {describe(hidden)}."
         )
     return hidden.reshape(-1, hidden.shape[-1])
+
+
+def _at_head(hidden: Tensor, head: Head) -> Tensor:
+    """Where the head is: in a model that is spread, one tied to the embedding is on the first device."""
+    return hidden.to(head.weight.device)
 
 
 def _counted(mask: Tensor | None, hidden: Tensor) -> tuple[Tensor | None, int]:
