@@ -19,6 +19,7 @@ from rco.models.precision import compute_dtype
 __all__ = ["Estimate", "choose_residency", "estimate", "forward_seconds"]
 
 _OVERHEAD = 1.3  # attention, norms and the assembly of weights, over the matrix products
+_SPARSE_OVERHEAD = 3.0  # the same where tokens are sent to experts and the products are small
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def estimate(
     head = loaded.layout.head(loaded.model).weight
     width = compute_dtype(config.compute, loaded.device, loaded.dtype).itemsize
     sequences = config.sequences + config.selection
-    forward = _forward_operations(loaded, plan, config.length)
+    forward = forward_seconds(loaded, plan, config.length)
     passes = (
         3 * config.steps * config.samples * config.batch_size
         + config.selection * (5 + config.refine)
@@ -155,8 +156,7 @@ def estimate(
         reference_bytes=sequences * config.length * head.shape[1] * width,
         activation_bytes=memory.activations,
         workspace_bytes=memory.workspace,
-        seconds=(passes * forward * _OVERHEAD + (gptq if config.method != "rtn" else 0))
-        / _rate(loaded.device),
+        seconds=passes * forward + (gptq / _rate(loaded.device) if config.method != "rtn" else 0.0),
         residency=residency,
         on_gpu=loaded.device.type == "cuda",
     )
@@ -164,12 +164,9 @@ def estimate(
 
 def forward_seconds(loaded: LoadedModel, plan: QuantizationPlan, length: int) -> float:
     """Time of one forward pass of the search over a sequence; a backward takes about twice that."""
-    return _forward_operations(loaded, plan, length) * _OVERHEAD / _rate(loaded.device)
-
-
-def _forward_operations(loaded: LoadedModel, plan: QuantizationPlan, length: int) -> float:
     head = loaded.layout.head(loaded.model).weight
-    return 2 * (sum(info.parameters * _share(info) for info in plan.linears) + head.numel()) * length
+    operations = 2 * (sum(info.parameters * _share(info) for info in plan.linears) + head.numel()) * length
+    return operations * (_SPARSE_OVERHEAD if plan.experts else _OVERHEAD) / _rate(loaded.device)
 
 
 def _share(info: LinearInfo) -> float:
