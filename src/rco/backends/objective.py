@@ -203,31 +203,39 @@ class LanguageModelObjective:
         The gates go to the model's device and their gradient stays there, so that nothing has to be waited for
         within a sample or between two of them. What is kept of a sample is its loss and its gradient.
         """
-        values = gates.detach()
-        # Not every device has the gates' float64.
-        placed = send(values.float() if self._loaded.device.type == "mps" else values, self._loaded.device)
-        text, room = self._text(batch), self._room
-        loss, gradient, used = self._replay(placed, values, text) or self._launch(placed, values, text)
+        values, room = gates.detach(), self._room
+        placed, text = self._placed(values), self._text(batch)
+        found = self._replay(placed, values, text) or self._launch(placed, values, text)
 
         def answer() -> tuple[float, Tensor]:
+            loss, gradient, used = found
             if room is not None and used is not None and not room.settle(used):
                 self.forget_recording()  # it has no more room than this sample had
-                return self.enqueue(gates, batch)()
+                again = self._placed(values), values, self._text(batch)
+                loss, gradient, _ = self._launch(*again, counted=True)
             self._answered = True
             return float(loss), gradient.to(device=values.device, dtype=values.dtype)
 
         return answer
 
     def forget_recording(self) -> None:
-        """Give back the memory of a recorded sample; the next ones are launched kernel by kernel."""
-        self._recording, self._answered = None, False
+        """Give back the memory of a recorded sample; the next one is recorded anew."""
+        self._recording = None
+
+    def _placed(self, values: Tensor) -> Tensor:
+        """Gates where the model is."""
+        # Not every device has the gates' float64.
+        return send(values.float() if self._loaded.device.type == "mps" else values, self._loaded.device)
 
     def _launch(
-        self, gates: Tensor, values: Tensor, text: _Text, recorded: bool = False
+        self, gates: Tensor, values: Tensor, text: _Text, *, recorded: bool = False, counted: bool = False
     ) -> tuple[Tensor, Tensor, UsedRoom | None]:
-        """A sample's loss, its gradient in the gates, and the room that it used."""
+        """A sample's loss, its gradient in the gates, and the room that it used.
+
+        ``counted``, it makes just the room that it needs, and the host waits for the number in every layer.
+        """
         leaf, room = gates.detach().requires_grad_(), self._room
-        with nullcontext() if room is None else room.sample(recorded) as used:
+        with nullcontext() if room is None or counted else room.sample(recorded) as used:
             loss = self._loss_on(leaf, values, text, recorded)
             (gradient,) = torch.autograd.grad(loss, leaf)
         return loss.detach(), gradient, used

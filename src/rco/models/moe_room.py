@@ -2,7 +2,7 @@
 
 How many pruned experts would enter a token's choice depends on the token, and a host that asked for their number
 would wait for the device in every layer. So room is made for as many as are likely. The device counts them on the
-side; when a sample is over the counts are looked at, and one that needed more is done again with more room.
+side; when a sample is over the counts are looked at, and one that needed more is done again, probes counted.
 """
 
 from __future__ import annotations
