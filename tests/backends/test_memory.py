@@ -65,12 +65,13 @@ def test_checkpointing_and_streaming_take_less(loaded):
     assert plain.weights + plain.originals == total
 
 
-@pytest.mark.parametrize(
-    ("settings", "held"),
-    [({}, False), ({"widths": (2, 4, 16)}, True), ({"locks": ["model.layers.0.mlp.down_proj=16"]}, True)],
-    ids=["packed", "sixteen", "locked"],
-)
-def test_originals_are_given_up_where_no_column_of_the_gates_needs_them(loaded, settings, held):
+LOCKED = "model.layers.0.mlp.down_proj"
+AT_SIXTEEN = {"packed": {}, "sixteen": {"widths": (2, 4, 16)}, "locked": {"locks": [f"{LOCKED}=16"]}}
+
+
+@pytest.mark.parametrize("kind", AT_SIXTEEN)
+def test_originals_are_given_up_by_linears_that_never_take_them(loaded, kind):
+    settings = AT_SIXTEEN[kind]
     linears = loaded.layout.linears(loaded.model)
     plan = make_plan(loaded.layout, linears, group_size=32, **{"widths": (2, 4), **settings})
     packed = {
@@ -78,12 +79,22 @@ def test_originals_are_given_up_where_no_column_of_the_gates_needs_them(loaded, 
         for info in plan.linears
     }
     with switched_model(loaded.model, plan, packed) as switched:
-        options = [option for module in switched._linears.modules.values() for option in module.options]
-        assert any(isinstance(option, torch.Tensor) for option in options) == held
+        holding = {
+            name
+            for name, module in switched._linears.modules.items()
+            if any(isinstance(option, torch.Tensor) for option in module.options)
+        }
+        assert holding == ({info.name for info in plan.linears} if kind == "sixteen" else set())
+        if kind == "locked":  # others have a column for 16 bits that they may not pick
+            gates = torch.zeros(len(plan.groups), len(plan.widths))
+            gates[:, plan.widths.index(16)] = 1.0
+            with pytest.raises(ValueError, match="which its group may not take"):
+                switched.set_gates(gates)
     needed = search_memory(loaded, plan, tokens=64, dtype=torch.float32, checkpointing=False, offload=False)
     total = 4 * sum(parameter.numel() for parameter in loaded.model.parameters())
     assert needed.weights + needed.originals == total
-    assert (needed.originals == 0) == held
+    at_sixteen = [i for i in plan.linears if kind == "sixteen" or (kind == "locked" and i.name == LOCKED)]
+    assert needed.originals == 4 * sum(i.parameters for i in plan.linears if i not in at_sixteen)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a pretended GPU takes the real one's place")

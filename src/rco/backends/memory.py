@@ -107,9 +107,7 @@ def search_memory(
     """
     width = dtype.itemsize
     parameters = sum(p.numel() for p in loaded.model.parameters())
-    own = 0
-    if not plan.holds_originals:
-        own = sum(info.parameters for info in plan.linears if info.role not in ("head", EXPERT_ROLE))
+    own = sum(info.parameters for info in plan.packed_alone if info.role not in ("head", EXPERT_ROLE))
     per_linear = {
         info.name: sum(stored_bits(info, plan.scheme(info, w)) for w in plan.packed_widths) // 8
         for info in plan.linears

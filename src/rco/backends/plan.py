@@ -86,13 +86,11 @@ class QuantizationPlan:
         return tuple(width for width in self.widths if width not in (LEAVE_ALONE, PRUNED))
 
     @property
-    def holds_originals(self) -> bool:
-        """Whether linears hold their original weights throughout a search, which are then in a column of the gates.
-
-        They stand there for 16 bits, and for the 0 bits that experts alone may take. A single group that is locked
-        at 16 bits is enough: all groups have the same columns.
-        """
-        return LEAVE_ALONE in self.widths or PRUNED in self.widths
+    def packed_alone(self) -> tuple[LinearInfo, ...]:
+        """The linears that have no option but packed ones: a search never reads their original weights."""
+        return tuple(
+            member for group in self.groups if LEAVE_ALONE not in group.widths for member in group.members
+        )
 
     @property
     def experts(self) -> tuple[ExpertLinear, ...]:

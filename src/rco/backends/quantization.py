@@ -322,15 +322,14 @@ class QuantizationBackend(Backend):
     @contextmanager
     def _without_originals(self) -> Iterator[None]:
         """Inside a switched model on one GPU: original weights in host memory, as packed options alone are read."""
-        places = {parameter.device.type for parameter in self.loaded.model.parameters()}
-        if places != {"cuda"} or self.plan.holds_originals:
+        if {parameter.device.type for parameter in self.loaded.model.parameters()} != {"cuda"}:
             yield
             return
         # What another module holds too (a tied embedding) stays, and so does the reference's output layer.
         held = {parameter.data_ptr() for parameter in self.loaded.model.parameters()}
         unshared = [
             info.module
-            for info in self.plan.linears
+            for info in self.plan.packed_alone
             if info.role not in ("head", EXPERT_ROLE) and info.weight.data_ptr() not in held
         ]
         with parked(unshared):

@@ -81,8 +81,19 @@ class SwitchedModel:
         return self._experts is None and self._linears.recordable(dtype)
 
     def check_gates(self, values: Tensor) -> None:
-        """Refuse gates (N, K), in host memory, whose rows are not one-hot."""
-        gate_choices(values)
+        """Refuse gates (N, K), in host memory, whose rows are not one-hot or pick what their group may not take."""
+        self._choices(values)
+
+    def _choices(self, gates: Tensor) -> list[int | None]:
+        choices = gate_choices(gates)
+        taken = self._wanted[np.arange(len(choices)), np.array(choices, dtype=np.int64)]
+        if not taken.all():
+            row = int(np.flatnonzero(~taken)[0])
+            raise ValueError(
+                f"Row {row} of the gates picks option {choices[row]}, which its group may not take; allowed are "
+                f"{np.flatnonzero(self._wanted[row]).tolist()}."
+            )
+        return choices
 
     def set_gates(self, gates: Tensor, values: Tensor | None = None, recorded: bool = False) -> None:
         """Let every group use the option that its row of the gates (N, K) picks; rows are one-hot.
@@ -90,7 +101,7 @@ class SwitchedModel:
         ``values`` are the same numbers in host memory, where the gates are on a device. What is launched under
         ``recorded`` gates may be launched again with others.
         """
-        choices = gate_choices(gates if values is None else values)
+        choices = self._choices(gates if values is None else values)
         self._linears.set_gates(gates, self._rows, active=self._active, choices=choices, recorded=recorded)
         if self._experts is not None:
             self._experts.set_gates(gates, choices, self._wanted)
@@ -125,6 +136,8 @@ def switched_model(
         for info in group.members:
             if group.widths != (LEAVE_ALONE,) and not isinstance(info, ExpertLinear):
                 options = option_list(packed[info.name], columns)
+                if LEAVE_ALONE not in group.widths:
+                    options = _without_original(options, wanted[row])
                 modules[info.name] = make_switchable(info.module, options, stream)
                 rows[info.name] = row
     experts, expert_rows = expert_options(plan, packed, columns)
@@ -166,6 +179,17 @@ def expert_options(
         for index, layer in layers.items()
     }
     return options, {index: rows[index] for index in options}
+
+
+def _without_original(
+    options: Sequence[PackedWeight | None], wanted: np.ndarray
+) -> list[PackedWeight | None]:
+    """A packed option in the place of an original weight that may not be taken, so that nobody holds on to it."""
+    packed = next(option for option in options if option is not None)
+    return [
+        packed if option is None and not allowed else option
+        for option, allowed in zip(options, wanted.tolist(), strict=True)
+    ]
 
 
 def option_list(packed: Mapping[str, PackedWeight], columns: Sequence[int]) -> list[PackedWeight | None]:
