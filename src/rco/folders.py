@@ -136,9 +136,8 @@ def write_tensors_atomic(
         mode = temporary.stat().st_mode
         try:
             save_file(dict(tensors), temporary, metadata=dict(metadata) if metadata else None)
-            temporary.chmod(
-                mode
-            )  # safetensors lets nobody else read its files, whatever the user's mask says
+            # Safetensors lets nobody else read its files, whatever the user's mask says.
+            temporary.chmod(mode)
         except SafetensorError as error:
             failure = disk_failure(error)
             if failure is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from rco.compressors.streaming import STREAM_SLOTS
 from rco.losses import LOGITS_BYTES, chunk_length
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
-from rco.models.moe import MoELayer
+from rco.models.moe import MoELayer, moe_layers
 from rco.models.moe_experts import expert_weights
 from rco.models.moe_gates import expert_gates
 from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear
@@ -57,18 +58,6 @@ class SearchMemory:
 
 def saved_bytes_per_token(loaded: LoadedModel, linears: Sequence[LinearInfo]) -> float:
     """Bytes per token that autograd keeps for gradients of the given linears' weights, all blocks together."""
-    weights: list[Any] = [info.module.weight for info in linears if info.role != EXPERT_ROLE]
-    try:
-        for weight in weights:
-            weight.requires_grad_(True)
-        return _saved_per_token(loaded)
-    finally:
-        for weight in weights:
-            weight.requires_grad_(False)
-
-
-def _saved_per_token(loaded: LoadedModel) -> float:
-    """Bytes per token that autograd keeps in a forward pass of the model as it is."""
     owned = {t.untyped_storage().data_ptr() for t in (*loaded.model.parameters(), *loaded.model.buffers())}
     found: dict[int, int] = {}
 
@@ -80,9 +69,16 @@ def _saved_per_token(loaded: LoadedModel) -> float:
         return tensor.detach()
 
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=loaded.device)
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        hidden = loaded.layout.final_hidden(loaded.model, ids)
-    del hidden
+    weights: list[Any] = [info.module.weight for info in linears if info.role != EXPERT_ROLE]
+    try:
+        for weight in weights:
+            weight.requires_grad_(True)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            hidden = loaded.layout.final_hidden(loaded.model, ids)
+        del hidden
+    finally:
+        for weight in weights:
+            weight.requires_grad_(False)
     return sum(found.values()) / _PROBE_TOKENS
 
 
@@ -119,20 +115,18 @@ def search_memory(
         streamed = [size for name, size in per_linear.items() if name not in experts]
         candidates += STREAM_SLOTS * max(streamed, default=0) - sum(streamed)
     # The probe computes in the type that the model has now.
-    saved = int(_saved_by_search(loaded, plan) * tokens * width / loaded.dtype.itemsize)
+    probe = _saved_with_gates if plan.experts else saved_bytes_per_token
+    saved = int(probe(loaded, plan.linears) * tokens * width / loaded.dtype.itemsize)
     linears = [info for info in plan.linears if info.role != EXPERT_ROLE]
     largest = max((info.parameters for info in linears), default=0) * width
     widest = max((max(info.in_features, info.out_features) for info in linears), default=0)
     backward = largest + 4 * tokens * widest * width
     # A layer's experts are decoded and differentiated all at once.
     stack = 0
-    for layer in _switched_layers(plan):
-        size = width * sum(info.parameters for info in plan.experts if info.layer.index == layer.index)
-        probed = PRUNED in plan.widths
-        stack, backward = (
-            max(stack, size),
-            max(backward, size + _layer_backward(layer, tokens, probed) * width),
-        )
+    for layer, numbers in _switched_layers(plan):
+        stack = max(stack, numbers * width)
+        held = numbers + _layer_backward(layer, tokens, probed=PRUNED in plan.widths)
+        backward = max(backward, held * width)
     activations, workspace = _at_the_peak(loaded, tokens, width, saved, backward, checkpointing)
     counted = SearchMemory(
         weights=(parameters - own) * width,
@@ -144,19 +138,27 @@ def search_memory(
     return _with_unfilled(counted, loaded.device)
 
 
-def _saved_by_search(loaded: LoadedModel, plan: QuantizationPlan) -> float:
-    """Bytes per token that autograd keeps while a search over a plan runs, experts as it runs them."""
-    if not plan.experts:
-        return saved_bytes_per_token(loaded, plan.linears)
+def _saved_with_gates(loaded: LoadedModel, linears: Sequence[LinearInfo]) -> float:
+    """The same as :func:`saved_bytes_per_token` in a search, which runs experts by its gates."""
     with expert_gates(loaded.model) as gates:
         gates.set_gates(torch.ones(gates.num_gates, device=loaded.device, requires_grad=True))
-        return saved_bytes_per_token(loaded, plan.linears)
+        return saved_bytes_per_token(loaded, linears)
 
 
-def _switched_layers(plan: QuantizationPlan) -> list[MoELayer]:
-    """The sparse layers whose experts have a choice."""
-    members = (info for group in plan.groups if group.widths != (LEAVE_ALONE,) for info in group.members)
-    return list({info.layer.index: info.layer for info in members if isinstance(info, ExpertLinear)}.values())
+def _switched_layers(plan: QuantizationPlan) -> list[tuple[MoELayer, int]]:
+    """The sparse layers whose experts have a choice, and the numbers that all their experts hold."""
+    chosen = {
+        info.layer.index
+        for group in plan.groups
+        if group.widths != (LEAVE_ALONE,)
+        for info in group.members
+        if isinstance(info, ExpertLinear)
+    }
+    layers, numbers = {}, Counter[int]()
+    for info in plan.experts:
+        layers[info.layer.index] = info.layer
+        numbers[info.layer.index] += info.parameters
+    return [(layers[index], numbers[index]) for index in sorted(chosen)]
 
 
 def pruning_memory(
@@ -164,10 +166,8 @@ def pruning_memory(
 ) -> SearchMemory:
     """Count the memory of a search step over gates of experts; the arguments are those of :func:`search_memory`."""
     width = dtype.itemsize
-    with expert_gates(loaded.model) as gates:
-        gates.set_gates(torch.ones(gates.num_gates, device=loaded.device, requires_grad=True))
-        saved = int(_saved_per_token(loaded) * tokens * width / loaded.dtype.itemsize)
-    backward = max(_layer_backward(layer, tokens, probed=True) for layer in gates.layers) * width
+    saved = int(_saved_with_gates(loaded, ()) * tokens * width / loaded.dtype.itemsize)
+    backward = max(_layer_backward(layer, tokens, probed=True) for layer in moe_layers(loaded.model)) * width
     activations, workspace = _at_the_peak(loaded, tokens, width, saved, backward, checkpointing)
     parameters = sum(p.numel() for p in loaded.model.parameters())
     return _with_unfilled(SearchMemory(parameters * width, 0, 0, activations, workspace), loaded.device)

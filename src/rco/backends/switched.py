@@ -135,9 +135,7 @@ def switched_model(
     for row, group in enumerate(plan.groups):
         for info in group.members:
             if group.widths != (LEAVE_ALONE,) and not isinstance(info, ExpertLinear):
-                options = option_list(packed[info.name], columns)
-                if LEAVE_ALONE not in group.widths:
-                    options = _without_original(options, wanted[row])
+                options = _without_original(option_list(packed[info.name], columns), wanted[row])
                 modules[info.name] = make_switchable(info.module, options, stream)
                 rows[info.name] = row
     experts, expert_rows = expert_options(plan, packed, columns)
@@ -184,7 +182,10 @@ def expert_options(
 def _without_original(
     options: Sequence[PackedWeight | None], wanted: np.ndarray
 ) -> list[PackedWeight | None]:
-    """A packed option in the place of an original weight that may not be taken, so that nobody holds on to it."""
+    """A packed option in the place of an original weight that may not be taken, so that nobody holds on to it.
+
+    There is one: groups that can only be left alone have no switch.
+    """
     packed = next(option for option in options if option is not None)
     return [
         packed if option is None and not allowed else option

@@ -42,7 +42,8 @@ class ChosenSegments:
 
     Args:
         choices: (segments,) option of every matrix.
-        places: :func:`by_option` of the choices where the stack is.
+        order: :func:`by_option` of the choices.
+        places: The same where the stack is.
 
     Attributes:
         order: (segments,) matrices in the order of their options.
@@ -50,8 +51,8 @@ class ChosenSegments:
         runs: (option, start, stop) of each option that is chosen, in that order.
     """
 
-    def __init__(self, choices: NDArray[np.int64], places: Tensor) -> None:
-        self.order, self.places = by_option(choices), places
+    def __init__(self, choices: NDArray[np.int64], order: NDArray[np.int64], places: Tensor) -> None:
+        self.order, self.places = order, places
         counts = np.bincount(choices)
         ends = np.cumsum(counts)
         self.runs = [(k, int(ends[k] - counts[k]), int(ends[k])) for k in np.flatnonzero(counts).tolist()]
@@ -59,7 +60,8 @@ class ChosenSegments:
     @classmethod
     def sent(cls, choices: NDArray[np.int64], device: torch.device) -> ChosenSegments:
         """The choices for a stack on a device."""
-        return cls(choices, send(torch.from_numpy(by_option(choices)), device))
+        order = by_option(choices)
+        return cls(choices, order, send(torch.from_numpy(order), device))
 
     @property
     def options(self) -> list[int]:

@@ -195,7 +195,7 @@ def _scale_and_zero(
 
 
 @triton.jit
-def _decode_octets(
+def _decode_kernel(
     codes, scales, zeros, out, segments,
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, RATIO: tl.constexpr,
     COUNT: tl.constexpr, OCTETS: tl.constexpr,
@@ -213,15 +213,6 @@ def _decode_octets(
     )  # fmt: skip
     place = (index.to(tl.int64) * (2 * OCTETS) + 2 * octet)[:, :, None] + tl.arange(0, 2)[None, None, :]
     tl.store(out + place, tl.join(first, second), mask=inside[:, :, None])
-
-
-@triton.jit
-def _decode_kernel(
-    codes, scales, zeros, out, segments,
-    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, RATIO: tl.constexpr,
-    COUNT: tl.constexpr, OCTETS: tl.constexpr,
-):  # fmt: skip
-    _decode_octets(codes, scales, zeros, out, segments, BITS, SYMMETRIC, RATIO, COUNT, OCTETS)
 
 
 @triton.jit
@@ -245,7 +236,7 @@ def _decode_chosen_kernel(
             if BITS[k] == 16:
                 _copy_words(codes[k].to(tl.pointer_type(tl.int64)), out, segments, COUNT, 2 * OCTETS)
             else:
-                _decode_octets(
+                _decode_kernel(
                     codes[k].to(tl.pointer_type(tl.int32)), scales[k].to(tl.pointer_type(tl.bfloat16)),
                     zeros[k].to(tl.pointer_type(tl.uint8)), out, segments,
                     BITS[k], SYMMETRIC[k], RATIO, COUNT, OCTETS,
@@ -360,11 +351,9 @@ def chosen_decoder(
     """What writes the operand that a number on the device picks; places start at multiples of 16 bytes."""
     segments = shape[0] * shape[1] // SEGMENT
     launch = _decode_chosen_kernel[(triton.cdiv(segments, _DECODE_COUNT),)]
-    addresses = _addresses(operands)
+    addresses, kinds = _described(operands)
     settings = {
-        "BITS": tuple(operand.bits for operand in operands),
-        "SYMMETRIC": tuple(operand.zeros is None for operand in operands),
-        "RATIO": min(group, shape[1]) // SEGMENT,
+        **kinds, "RATIO": min(group, shape[1]) // SEGMENT,
         "COUNT": _DECODE_COUNT, "OCTETS": _OCTETS, "num_warps": _WARPS,
     }  # fmt: skip
 
@@ -375,19 +364,19 @@ def chosen_decoder(
     return decode
 
 
-def _addresses(operands: Sequence[Operand]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Where codes, scales and zeros of all operands are.
+def _described(operands: Sequence[Operand]) -> tuple[list[tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Where codes, scales and zeros of all operands are, and their widths and kinds of grid as constants.
 
     As plain numbers: examining that many tensors would take a launch longer than most layers compute. Whoever uses
     them holds the operands.
     """
-    return (
-        tuple(operand.codes.data_ptr() for operand in operands),
-        tuple(operand.scales.data_ptr() for operand in operands),
-        tuple(
-            (operand.scales if operand.zeros is None else operand.zeros).data_ptr() for operand in operands
-        ),
-    )
+    zeros = [operand.scales if operand.zeros is None else operand.zeros for operand in operands]
+    tables = [[operand.codes for operand in operands], [operand.scales for operand in operands], zeros]
+    kinds: dict[str, tuple[int, ...]] = {
+        "BITS": tuple(operand.bits for operand in operands),
+        "SYMMETRIC": tuple(operand.zeros is None for operand in operands),
+    }
+    return [tuple(tensor.data_ptr() for tensor in table) for table in tables], kinds
 
 
 def multiplier(
@@ -398,11 +387,9 @@ def multiplier(
     steps = triton.cdiv(units, _DOT_COUNT)
     programs = min(steps, max(1, _PROGRAMS_PER_CORE * multiprocessors(device) // parts))
     launch = _inner_products_kernel[(programs, parts)]
-    addresses = _addresses(operands)
+    addresses, kinds = _described(operands)
     settings = {
-        "BITS": tuple(operand.bits for operand in operands),
-        "SYMMETRIC": tuple(operand.zeros is None for operand in operands),
-        "UNITS_PER_SCALE": min(group, shape[1]) // _UNIT,
+        **kinds, "UNITS_PER_SCALE": min(group, shape[1]) // _UNIT,
         "COUNT": _DOT_COUNT, "num_warps": _WARPS, "maxnreg": _REGISTERS,
     }  # fmt: skip
     partial = partial_sums(len(operands), programs, parts)

@@ -89,7 +89,7 @@ class ExpertGates:
                 dtype = torch.float64 if _is_double(gates.layer) else torch.float32
                 gates.use(None, None if ones else send(part.to(dtype), device))
             return
-        flags = [gates.kept(here) for gates, here in zip(self._gates, bare, strict=True)]
+        flags = self._kept(bare)
         # All layers together: a copy each would be as many transfers in every sample. Read where the gates are, so
         # that what is launched may be recorded and launched again with others.
         together = keep.detach() > 0.5 if isinstance(keep, Tensor) else torch.cat(flags)
@@ -104,8 +104,11 @@ class ExpertGates:
 
     def check_deployed(self, values: Tensor) -> None:
         """Refuse gates (num_gates,), in host memory, that :meth:`set_gates` would refuse to deploy."""
-        for gates, part in zip(self._gates, self._split(values), strict=True):
-            gates.kept(part)
+        self._kept(self._split(values))
+
+    def _kept(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Which experts of every layer stay by its gates, in host memory."""
+        return [gates.kept(part) for gates, part in zip(self._gates, parts, strict=True)]
 
     def use_mode(self, mode: GateMode) -> None:
         """Switch between ``deployed`` and ``scale``; every expert is kept until gates are set again."""

@@ -31,7 +31,7 @@ class UsedRoom:
     Attributes:
         recorded: Whether the sample is recorded, to be replayed with other gates.
         layers: Layer, places and expected number; None: any, the sample being replayed.
-        needed: The numbers needed, on the device, layer by layer.
+        needed: The numbers needed, on the device: one tensor per layer, or all in one.
     """
 
     recorded: bool = False
@@ -41,11 +41,11 @@ class UsedRoom:
     def counts(self) -> Tensor:
         """(layers,) the numbers needed, in one tensor."""
         place = self.needed[0].device
-        return torch.stack([number.to(place, non_blocking=True) for number in self.needed])
+        return torch.cat([numbers.reshape(-1).to(place, non_blocking=True) for numbers in self.needed])
 
     def replayed(self, counts: Tensor) -> UsedRoom:
         """The same room, of which another sample needed so much."""
-        return UsedRoom(True, self.layers, list(counts.unbind()))
+        return UsedRoom(True, self.layers, [counts])
 
 
 class ProbeRoom:
@@ -88,16 +88,16 @@ class ProbeRoom:
     def reserve(self, layer: int, tokens: int, top_k: int, kept: int, pruned: int, needed: Tensor) -> int:
         """Places for the pairs of tokens and pruned experts that enter them, of which there are ``needed``."""
         assert self._used is not None
+        expected: float | None = None
         if self._used.recorded:
-            likely = max(self._most[layer], _OTHERS * max(self._most), 1)
-            places = min(_rounded(_MARGIN * likely), tokens * (kept + pruned))
-            self._used.layers.append((layer, places, None))
-            self._used.needed.append(needed)
-            return places
-        most = tokens * pruned
-        # Before the top_k-th of the kept ones, so many pruned ones come in a random order.
-        expected = tokens * top_k * pruned / (kept + 1)
-        places = min(_rounded(self._factors[layer] * expected), most)
+            most = tokens * (kept + pruned)
+            likely = _MARGIN * max(self._most[layer], _OTHERS * max(self._most), 1)
+        else:
+            most = tokens * pruned
+            # Before the top_k-th of the kept ones, so many pruned ones come in a random order.
+            expected = tokens * top_k * pruned / (kept + 1)
+            likely = self._factors[layer] * expected
+        places = min(-(-int(likely) // _MULTIPLE) * _MULTIPLE, most)
         if most:
             self._used.layers.append((layer, places, expected))
             self._used.needed.append(needed)
@@ -115,7 +115,3 @@ class ProbeRoom:
                 self._factors[layer] = max(_MARGIN * number / expected, _FORGET * self._factors[layer])
         self.too_small += not enough
         return enough
-
-
-def _rounded(places: float) -> int:
-    return -(-int(places) // _MULTIPLE) * _MULTIPLE

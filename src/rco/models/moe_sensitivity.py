@@ -19,7 +19,7 @@ from rco.compressors.packing import PackedWeight
 from rco.models.moe import MoELayer
 from rco.models.moe_experts import ExpertPairs, ExpertWeights, grouped_linear
 from rco.models.moe_routing import route
-from rco.models.moe_switch import ExpertOptions
+from rco.models.moe_switch import ExpertOptions, PlacedChoices
 
 __all__ = ["SharedOptions", "layer_output_errors"]
 
@@ -127,7 +127,8 @@ def _changes(options: ExpertOptions, hidden: Tensor) -> Tensor:
     for k in range(options.num_options):
         if options.up[k] is None:
             continue
-        rounded = options.decode(np.full((layer.num_experts, 3), k, dtype=np.int64))
+        everywhere = np.full((layer.num_experts, 3), k, dtype=np.int64)
+        rounded = options.decode(PlacedChoices.of(everywhere, options.device))
         moved = _rise(seen, pairs, rounded)
         for part, columns in ((0, slice(0, half)), (1, slice(half, None))):
             mixed = rise.clone()

@@ -86,11 +86,9 @@ class ExpertOptions:
         up, down = original_stacks(self.layer)
         return self._arranged(up.flatten(1, 2), down.flatten(1, 2))
 
-    def decode(self, choices: NDArray[np.int64], placed: PlacedChoices | None = None) -> ExpertWeights:
+    def decode(self, placed: PlacedChoices) -> ExpertWeights:
         """The weights with every gate, up and down at its option; valid until the buffer is used again."""
         up, down = original_stacks(self.layer)
-        if placed is None:
-            placed = PlacedChoices.of(choices, self.device)
         dense = []
         for slot, (options, stack, chosen) in enumerate(
             ((self.up, up, placed.up), (self.down, down, placed.down))
@@ -169,21 +167,19 @@ class SelectedExperts:
 
     Attributes:
         options: The layer's options.
-        choices: (experts, 3) option of every expert's gate, up and down projection.
         gates: (experts, 3, K) gates that want a gradient; None if nothing does.
         wanted: Options whose gradient is wanted.
-        placed: The choices where the layer is.
+        placed: Option of every expert's gate, up and down projection, where the layer is.
     """
 
     options: ExpertOptions
-    choices: NDArray[np.int64]
     gates: Tensor | None
     wanted: tuple[bool, ...]
     placed: PlacedChoices
 
     def dense(self) -> ExpertWeights:
         """The weights of the choice."""
-        return self.options.decode(self.choices, self.placed)
+        return self.options.decode(self.placed)
 
     def option_gradient(self, up: Tensor, down: Tensor, idle: Tensor) -> Tensor:
         """(experts, 3, K): ``<G, W_k>``; where experts may be pruned, relative to the present option.
@@ -263,7 +259,7 @@ class SwitchableExperts:
             asked = (True,) * options.num_options
             if wanted is not None:
                 asked = tuple(np.atleast_1d(wanted[np.unique(rows)].any(axis=0)).tolist())
-            selected = SelectedExperts(options, taken, own, asked, placed[layer.index])
+            selected = SelectedExperts(options, own, asked, placed[layer.index])
             self._handle.use_options(layer.index, selected)
             stay = all_stay if options.pruned is None else torch.from_numpy(taken[:, 0] != options.pruned)
             kept.append(stay)
@@ -276,18 +272,18 @@ class SwitchableExperts:
         found = {}
         for device in {options.device for options in self.options.values()}:
             layers = [layer for layer in picked if self.options[layer].device == device]
-            parts = [
+            chosen = [
                 part
                 for taken in (picked[layer] for layer in layers)
-                for part in (by_option(taken[:, :2].reshape(-1)), by_option(taken[:, 2]), taken.reshape(-1))
+                for part in (taken[:, :2].reshape(-1), taken[:, 2])
             ]
+            orders = [by_option(part) for part in chosen]
+            parts = [*orders, *(picked[layer].reshape(-1) for layer in layers)]
             together = send(torch.from_numpy(np.concatenate(parts)), device)
-            pieces = iter(torch.split(together, [len(part) for part in parts]))
-            for layer in layers:
-                taken = picked[layer]
-                up = ChosenSegments(taken[:, :2].reshape(-1), next(pieces))
-                down = ChosenSegments(taken[:, 2], next(pieces))
-                found[layer] = PlacedChoices(up, down, next(pieces).view(-1, 3))
+            pieces = torch.split(together, [len(part) for part in parts])
+            stacks = map(ChosenSegments, chosen, orders, pieces)
+            for layer, choices in zip(layers, pieces[len(orders) :], strict=True):
+                found[layer] = PlacedChoices(next(stacks), next(stacks), choices.view(-1, 3))
         return found
 
 

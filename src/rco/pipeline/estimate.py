@@ -134,7 +134,7 @@ def estimate(
     head = loaded.layout.head(loaded.model).weight
     width = compute_dtype(config.compute, loaded.device, loaded.dtype).itemsize
     sequences = config.sequences + config.selection
-    forward = forward_seconds(loaded, plan, config.length)
+    forward = _forward_operations(loaded, plan, config.length)
     passes = (
         3 * config.steps * config.samples * config.batch_size
         + config.selection * (5 + config.refine)
@@ -156,7 +156,7 @@ def estimate(
         reference_bytes=sequences * config.length * head.shape[1] * width,
         activation_bytes=memory.activations,
         workspace_bytes=memory.workspace,
-        seconds=passes * forward + (gptq / _rate(loaded.device) if config.method != "rtn" else 0.0),
+        seconds=(passes * forward + (gptq if config.method != "rtn" else 0)) / _rate(loaded.device),
         residency=residency,
         on_gpu=loaded.device.type == "cuda",
     )
@@ -164,9 +164,14 @@ def estimate(
 
 def forward_seconds(loaded: LoadedModel, plan: QuantizationPlan, length: int) -> float:
     """Time of one forward pass of the search over a sequence; a backward takes about twice that."""
+    return _forward_operations(loaded, plan, length) / _rate(loaded.device)
+
+
+def _forward_operations(loaded: LoadedModel, plan: QuantizationPlan, length: int) -> float:
+    """Those of the matrix products, and for all else as many as take its time."""
     head = loaded.layout.head(loaded.model).weight
-    operations = 2 * (sum(info.parameters * _share(info) for info in plan.linears) + head.numel()) * length
-    return operations * (_SPARSE_OVERHEAD if plan.experts else _OVERHEAD) / _rate(loaded.device)
+    products = 2 * (sum(info.parameters * _share(info) for info in plan.linears) + head.numel()) * length
+    return products * (_SPARSE_OVERHEAD if plan.experts else _OVERHEAD)
 
 
 def _share(info: LinearInfo) -> float:

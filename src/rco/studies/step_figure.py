@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rco.folders import atomic_path
+from rco.studies.drawing import save_figures
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["write_figure", "write_memory_figure"]
 
@@ -66,7 +70,6 @@ def write_memory_figure(report: dict[str, Any], path: Path) -> bool:
     return True
 
 
-def _save(figure: Any, axes: Any, path: Path) -> None:
+def _save(figure: Figure, axes: Axes, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="svg")
+    save_figures(path.parent, {path.stem: figure}, [path.suffix[1:]])
