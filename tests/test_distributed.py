@@ -3,11 +3,12 @@
 import inspect
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import rank_jobs
 import torch
-from ranks import results, start_ranks
+from ranks import results, start_ranks, start_scripts
 
 from rco.distributed import Ranks, join, shared
 from rco.store import CandidateStore, StoreError
@@ -70,6 +71,15 @@ def test_a_request_to_terminate_is_an_error_that_can_be_told():
     found = start_ranks(2, rank_jobs.terminated)
     assert [found[rank][1][0] for rank in (0, 1)] == ["RankLostError"] * 2
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_no_thread_of_the_team_outlives_it():
+    # One that did could need the interpreter while it ends: "terminate called without an active exception".
+    found = start_scripts(2, Path(rank_jobs.__file__).with_name("leaving_rank.py"))
+    for code, out, err in found:
+        assert code == 0, err
+        assert out.split()
+        assert "gloo" not in out
 
 
 def test_one_process_needs_no_others():

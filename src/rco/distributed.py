@@ -21,6 +21,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+# Before any team is joined: the functions of this module take the team of the moment as a default, and would hold it
+# to the end of the process. Its threads would then run into the end of the interpreter, which can abort the process.
+import torch.distributed.nn.functional
+
 from rco.core import evaluation
 from rco.core.evaluation import Request
 from rco.core.protocols import Objective, selection_objective

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 import traceback
 
 _context = multiprocessing.get_context("forkserver")
@@ -25,11 +27,15 @@ def _free_port():
         return probe.getsockname()[1]
 
 
+def _environment(rank, count, port):
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
 def _rank(function, arguments, rank, count, port, answers):
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
+    os.environ.update(_environment(rank, count, port))
     import torch
 
     torch.set_num_threads(1)
@@ -58,6 +64,23 @@ def start_ranks(count, function, *arguments, timeout=120):
         found[rank] = (result, error)
     answers.close()
     return found
+
+
+def start_scripts(count, script, timeout=120):
+    """Run a script in ``count`` ranks that share nothing: (exit code, output, errors) in the order of the ranks."""
+    port = _free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, **_environment(rank, count, port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    outputs = [process.communicate(timeout=timeout) for process in processes]
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
 
 def results(found):
