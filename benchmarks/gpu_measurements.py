@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/gpu_measurements.py OUT [part ...]
 
 Writes one JSON file per part into OUT as soon as the part is done, so that a run that is cut short keeps what
-it has. Parts: tests, kernels, gptq, jobs, step, olmoe, memory, 30b, short, steps50; all but the last two by
+it has. Parts: tests, kernels, gptq, jobs, step, olmoe, widths, memory, 30b, short, steps50; all but the last two by
 default.
 """
 
@@ -160,6 +160,10 @@ def olmoe(out):
     return run("olmoe", steps=12)
 
 
+def olmoe_widths(out):
+    return run("olmoe", steps=6, job="quantize")
+
+
 def thirty_billion(out):
     found = run("qwen3-30b-a3b", steps=2, repeats=3)
     # Of the whole process, so of this part where it is the only one.
@@ -200,7 +204,7 @@ def jobs(out):
 
 PARTS = {
     "tests": tests, "kernels": kernels, "gptq": gptq_block, "jobs": jobs, "step": step,
-    "olmoe": olmoe, "memory": memory, "30b": thirty_billion,
+    "olmoe": olmoe, "widths": olmoe_widths, "memory": memory, "30b": thirty_billion,
     "short": short, "steps50": steps50,
 }  # fmt: skip
 

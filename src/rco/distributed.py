@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-# Before any team is joined: the functions of this module take the team of the moment as a default, and would hold it
-# to the end of the process. Its threads would then run into the end of the interpreter, which can abort the process.
+# Before any team is joined: functions of this module take the team of the moment as a default, and would hold it to
+# the end of the process. Its threads would then run into the end of the interpreter, which can abort the process.
 import torch.distributed.nn.functional
 
 from rco.core import evaluation

@@ -75,7 +75,10 @@ def test_originals_are_given_up_by_linears_that_never_take_them(loaded, kind):
     linears = loaded.layout.linears(loaded.model)
     plan = make_plan(loaded.layout, linears, group_size=32, **{"widths": (2, 4), **settings})
     packed = {
-        info.name: {option_label(width): random_packed(info, width, 32, CPU) for width in (2, 4)}
+        info.name: {
+            option_label(width): random_packed(info.out_features, info.in_features, width, 32, CPU)
+            for width in (2, 4)
+        }
         for info in plan.linears
     }
     with switched_model(loaded.model, plan, packed) as switched:
@@ -105,7 +108,10 @@ def test_only_originals_that_nobody_holds_are_moved_to_the_host(widths, monkeypa
     backend = QuantizationBackend(loaded, plan, Path("unused"))
     backend.set_packed(
         {
-            info.name: {option_label(width): random_packed(info, width, 32, CPU) for width in (2, 4)}
+            info.name: {
+                option_label(width): random_packed(info.out_features, info.in_features, width, 32, CPU)
+                for width in (2, 4)
+            }
             for info in plan.linears
         }
     )

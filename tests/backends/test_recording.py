@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from expert_cases import experts_case
 
 from rco.backends.base import Budget
 from rco.backends.candidates import option_label
 from rco.backends.plan import make_plan
 from rco.backends.quantization import QuantizationBackend
 from rco.compressors.packing import PackedWeight
-from rco.compressors.switchable import _Options
+from rco.compressors.switchable import LayerOptions
 from rco.models.moe_room import ProbeRoom
 from rco.studies.step_bench import sampled_gates
 from rco.studies.step_cases import WIDTHS, make_case, random_packed
@@ -44,9 +45,12 @@ class RunAgain:
 
 
 def decoder_by_place(options, dtype):
-    def decode(place, out):
-        option = options.listed[int(place)]
-        out.copy_(option.dequantize(dtype) if isinstance(option, PackedWeight) else option)
+    dense = [o.dequantize(dtype) if isinstance(o, PackedWeight) else o for o in options.listed]
+
+    def decode(places, out):
+        rows = out.shape[0] // options.parts
+        for start, place in zip(range(0, len(out), rows), places.reshape(-1).tolist(), strict=True):
+            out[start : start + rows] = dense[place][start : start + rows]
 
     return decode
 
@@ -56,7 +60,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr("rco.backends.objective.Recording", RunAgain)
     monkeypatch.setattr("rco.backends.quantization.on_one_gpu", lambda model: True)
     monkeypatch.setattr("rco.backends.expert_pruning.on_one_gpu", lambda model: True)
-    monkeypatch.setattr(_Options, "chosen_decoder", decoder_by_place)
+    monkeypatch.setattr(LayerOptions, "chosen_decoder", decoder_by_place)
     # As on a GPU, where nobody waits for the number of probes.
     monkeypatch.setattr(
         "rco.models.moe_gates.ProbeRoom",
@@ -66,8 +70,10 @@ def recorded(monkeypatch):
     return RunAgain
 
 
-def case_of(kind):
+def case_of(kind, folder):
     """A case of a shape; ``locked``: the output layer and a linear have one width each, another is left alone."""
+    if kind.startswith("experts"):
+        return experts_case(folder, CPU, torch.float32, prune=kind == "experts-pruned")
     if kind != "locked":
         return make_case(kind, CPU, length=16, group=32)
     case = make_case("quick", CPU, length=16, group=32)
@@ -77,7 +83,10 @@ def case_of(kind):
     backend = QuantizationBackend(case.loaded, plan, Path("unused"))
     backend.set_packed(
         {
-            info.name: {option_label(width): random_packed(info, width, 32, CPU) for width in WIDTHS}
+            info.name: {
+                option_label(width): random_packed(info.out_features, info.in_features, width, 32, CPU)
+                for width in WIDTHS
+            }
             for info in plan.linears
         }
     )
@@ -93,10 +102,10 @@ def samples_of(case, requests, graphs):
         return [answer() for answer in answers], objective._recording is not None
 
 
-@pytest.mark.parametrize("kind", ["quick", "quick-moe", "locked"])
+@pytest.mark.parametrize("kind", ["quick", "quick-moe", "locked", "experts", "experts-pruned"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-def test_replays_follow_the_gates_and_the_text_that_go_in(kind, checkpointing, recorded):
-    case = case_of(kind)
+def test_replays_follow_the_gates_and_the_text_that_go_in(kind, checkpointing, recorded, tmp_path):
+    case = case_of(kind, tmp_path)
     case.backend.checkpointing = checkpointing
     requests = [(gates, batch) for batch, gates in enumerate(sampled_gates(case, 4))]
     wanted, was_recorded = samples_of(case, requests, graphs=False)

@@ -246,7 +246,7 @@ def test_selected_weight_carries_the_gate_gradient():
 def test_what_is_known_of_the_options_is_worked_out_once_for_the_selected_weight_too(monkeypatch):
     made = []
     monkeypatch.setattr(
-        "rco.compressors.switchable.OptionProducts", lambda options: made.append(1) or OptionProducts(options)
+        "rco.compressors.switchable.OptionProducts", lambda *given: made.append(1) or OptionProducts(*given)
     )
     layer = make_layer(13, 6, seed=12)
     x = torch.randn(4, 13, dtype=torch.float64)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from rco.compressors import gpu
 from rco.compressors.grid import Grid, round_to_nearest
 from rco.compressors.stacks import decode_segments
 from rco.models.moe import moe_layers
@@ -36,6 +37,12 @@ def test_stacks_at_mixed_widths_decode_as_on_the_cpu(experts, rows, cols, group,
             for each, place in ((options, "cpu"), (moved, CUDA))
         )  # fmt: skip
         assert torch.equal(found.cpu(), wanted)
+        decode = gpu.chosen_decoder(moved, dtype, (experts * rows, cols), experts)
+        assert (decode is not None) == (dtype == torch.bfloat16 and cols == 256)
+        if decode is not None:
+            found.fill_(torch.nan)
+            decode(torch.from_numpy(choices).to(CUDA), found)
+            assert torch.equal(found.cpu(), wanted)
 
 
 @pytest.mark.parametrize("group", [32, None])

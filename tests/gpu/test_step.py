@@ -110,9 +110,11 @@ def test_the_samples_of_a_step_are_launched_without_waiting(kind, checkpointing,
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("kind", ["recorded", "quick-moe"])
-def test_replayed_samples_are_those_that_are_launched_and_nobody_waits_for_them(kind, checkpointing):
-    case = recorded_case(kind)
+@pytest.mark.parametrize("kind", ["recorded", "quick-moe", "experts", "experts-pruned"])
+def test_replayed_samples_are_those_that_are_launched_and_nobody_waits_for_them(
+    kind, checkpointing, tmp_path
+):
+    case = recorded_case(kind, tmp_path)
     case.backend.checkpointing = checkpointing
     requests = [(each, number % 3) for number, each in enumerate(sampled_gates(case, 6))]
     case.backend.graphs = False
@@ -138,15 +140,18 @@ def test_replayed_samples_are_those_that_are_launched_and_nobody_waits_for_them(
     assert objective._recording is None
 
 
-def recorded_case(kind):
+def recorded_case(kind, folder):
     # Rows of whole groups of 128 columns in bfloat16 are decoded by a choice on the device.
+    if kind.startswith("experts"):
+        prune = kind == "experts-pruned"
+        return experts_case(folder, CUDA, torch.bfloat16, prune=prune, shape="olmoe", group=128, layers=1)
     if kind == "quick-moe":
         return make_case(kind, CUDA, length=96)
     return make_case("llama3-8b", CUDA, length=96, layers=2)
 
 
 def test_a_recording_without_room_for_a_sample_is_made_anew():
-    case = recorded_case("quick-moe")
+    case = make_case("quick-moe", CUDA, length=96)
     gates = sampled_gates(case, 4)
     case.backend.graphs = False
     with case.backend.objective(case.data) as objective:
@@ -187,9 +192,11 @@ def test_probes_that_nobody_counted_give_the_gradient_of_counted_ones(kind, tmp_
             torch.testing.assert_close(found, counted, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("shape", ["quick", "quick-moe"])
-def test_bench_step_runs_on_a_gpu(shape):
-    report = run(shape, device="cuda", length=64, samples=2, steps=1, repeats=2)
+@pytest.mark.parametrize(
+    ("shape", "job"), [("quick", None), ("quick-moe", "prune"), ("quick-moe", "quantize")]
+)
+def test_bench_step_runs_on_a_gpu(shape, job):
+    report = run(shape, device="cuda", length=64, samples=2, steps=1, repeats=2, job=job)
     assert report["plain"]["ratio"] > 0
     assert report["plain"]["sample"]["peak_bytes"] > 0
 
@@ -213,12 +220,39 @@ def test_expected_memory_is_within_a_tenth_of_the_measured():
         assert _expected(case, 1024, False, offload=False) == pytest.approx(measured, rel=0.1)
 
 
-def test_expected_memory_of_pruning_is_within_a_tenth_of_the_measured():
+@pytest.mark.parametrize("job", ["prune", "quantize"])
+def test_expected_memory_of_experts_is_within_a_tenth_of_the_measured(job):
     gc.collect()
     torch.cuda.empty_cache()
-    case = make_case("olmoe", CUDA, length=2048, layers=4, sequences=1)
+    case = make_case("olmoe", CUDA, length=2048, layers=4, sequences=1, job=job)
     for checkpointing in (False, True):
         case.backend.checkpointing = checkpointing
         with sample_of(case) as work:
             measured = measure(work, CUDA, 2).peak_bytes
         assert _expected(case, 2048, checkpointing, offload=False) == pytest.approx(measured, rel=0.1)
+
+
+def test_what_cannot_be_recorded_is_launched_and_right(monkeypatch, caplog):
+    """A host that looks at a number while a graph is captured breaks the capture, and nothing else."""
+    case = make_case("llama3-8b", CUDA, length=96, layers=2)
+    requests = [(each, number) for number, each in enumerate(sampled_gates(case, 3))]
+    case.backend.graphs = False
+    with case.backend.objective(case.data) as objective:
+        wanted = [objective.enqueue(*request)() for request in requests]
+    case.backend.graphs = True
+    with case.backend.objective(case.data) as objective:
+        loss_on = objective._loss_on
+
+        def looking(gates, values, text, recorded=False):
+            loss = loss_on(gates, values, text, recorded)
+            if recorded:
+                float(loss)
+            return loss
+
+        monkeypatch.setattr(objective, "_loss_on", looking)
+        found = [objective.enqueue(*request)() for request in requests]
+        assert objective._recording is None
+    assert sum("could not be recorded" in record.message for record in caplog.records) == 1
+    for (loss, gradient), (expected, slope) in zip(found, wanted, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert float((gradient - slope).norm() / slope.norm()) < 1e-3

@@ -11,14 +11,14 @@ from rco.models.shapes import SHAPES, random_model
 from rco.studies.step_bench import run, run_memory, to_markdown
 
 
-@pytest.mark.parametrize("shape", ["quick", "quick-moe"])
-def test_parts_add_up_to_the_sample(shape):
-    report = run(shape, device="cpu", length=16, samples=2, steps=1, repeats=1)
+@pytest.mark.parametrize(("shape", "job"), [("quick", None), ("quick-moe", None), ("quick-moe", "quantize")])
+def test_parts_add_up_to_the_sample(shape, job):
+    report = run(shape, device="cpu", length=16, samples=2, steps=1, repeats=1, job=job)
     assert sum(report["breakdown"]["seconds"].values()) == pytest.approx(report["plain"]["sample"]["seconds"])
     assert report["plain"]["ratio"] == pytest.approx(
         report["plain"]["sample"]["seconds"] / report["plain"]["floor"]["seconds"]
     )
-    assert report["options"] == (7 if shape == "quick" else 2)
+    assert report["options"] == (2 if shape == "quick-moe" and job is None else 7)
     steps = report["steps"]
     assert steps["ratio"] == pytest.approx(steps["seconds"] / report["plain"]["floor"]["seconds"] / 2)
     assert steps["samples_redone"] == [0]  # a CPU counts
@@ -65,6 +65,7 @@ def test_command_writes_table_json_and_plot(what, word, tmp_path, capsys):
             [], 1, "This machine has no cuda device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
         ),
+        (["--shape", "quick", "--job", "prune", "--device", "cpu"], 1, "quick has no experts to prune"),
         (["--layers", "0", "--device", "cpu"], 2, "--layers"),
         (["--repeats", "0", "--device", "cpu"], 2, "--repeats"),
     ],

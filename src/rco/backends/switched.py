@@ -74,11 +74,9 @@ class SwitchedModel:
         return None if self._experts is None else self._experts.room
 
     def recordable(self, dtype: torch.dtype) -> bool:
-        """Whether :meth:`set_gates` takes ``recorded``, the model computing in a type.
-
-        Experts with options are decoded by as many launches as options are in use, which no recording can follow.
-        """
-        return self._experts is None and self._linears.recordable(dtype)
+        """Whether :meth:`set_gates` takes ``recorded``, the model computing in a type."""
+        experts = self._experts is None or self._experts.recordable(dtype)
+        return experts and self._linears.recordable(dtype)
 
     def check_gates(self, values: Tensor) -> None:
         """Refuse gates (N, K), in host memory, whose rows are not one-hot or pick what their group may not take."""
@@ -104,7 +102,7 @@ class SwitchedModel:
         choices = self._choices(gates if values is None else values)
         self._linears.set_gates(gates, self._rows, active=self._active, choices=choices, recorded=recorded)
         if self._experts is not None:
-            self._experts.set_gates(gates, choices, self._wanted)
+            self._experts.set_gates(gates, choices, self._wanted, recorded)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -133,12 +133,21 @@ Shape = Annotated[
 ]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:N or mps.")]
 Length = Annotated[int, typer.Option("--length", min=2, help="Tokens of the sequence that a sample sees.")]
+JobOption = Annotated[
+    Literal["auto", "quantize", "prune"],
+    typer.Option("--job", help="What is searched for; auto prunes experts and quantizes all else."),
+]
 Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Fewer blocks than the shape has.")]
+
+
+def _title(shape: str, job: str) -> str:
+    return shape if job == "auto" else f"{shape}_{job}"
 
 
 @app.command()
 def step(
     shape: Shape = "qwen3-8b",
+    job: JobOption = "auto",
     device: Device = "cuda",
     length: Length = 2048,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Gumbel samples per step.")] = 16,
@@ -160,7 +169,7 @@ def step(
     from rco.studies.step_figure import write_figure
 
     if quick:
-        shape = shape if shape.startswith("quick") else "quick"
+        shape = shape if shape.startswith("quick") else "quick-moe" if job == "prune" else "quick"
         device, length, samples, steps, repeats = "cpu", 32, 2, 1, 2
     with make_progress(as_json) as progress:
         report = run(
@@ -171,16 +180,18 @@ def step(
             steps=steps,
             repeats=repeats,
             layers=layers,
+            job=None if job == "auto" else job,
             on_progress=progress.stage("step"),
         )
-    _write(report, to_markdown(report), out, f"step_{shape}", as_json)
+    _write(report, to_markdown(report), out, f"step_{_title(shape, job)}", as_json)
     if out is not None:
-        write_figure(report, out / f"step_{shape}.svg")
+        write_figure(report, out / f"step_{_title(shape, job)}.svg")
 
 
 @app.command()
 def memory(
     shape: Shape = "qwen3-8b",
+    job: JobOption = "auto",
     device: Device = "cuda",
     length: Length = 2048,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Repeats of a sample.")] = 3,
@@ -200,7 +211,7 @@ def memory(
     from rco.studies.step_figure import write_memory_figure
 
     if quick:
-        shape = shape if shape.startswith("quick") else "quick"
+        shape = shape if shape.startswith("quick") else "quick-moe" if job == "prune" else "quick"
         device, length, repeats = "cpu", 32, 1
     with make_progress(as_json) as progress:
         report = run_memory(
@@ -209,11 +220,12 @@ def memory(
             length=length,
             repeats=repeats,
             layers=layers,
+            job=None if job == "auto" else job,
             on_progress=progress.stage("memory"),
         )
-    _write(report, to_markdown(report), out, f"memory_{shape}", as_json)
+    _write(report, to_markdown(report), out, f"memory_{_title(shape, job)}", as_json)
     if out is not None:
-        write_memory_figure(report, out / f"memory_{shape}.svg")
+        write_memory_figure(report, out / f"memory_{_title(shape, job)}.svg")
 
 
 def _ablations(config: AblationConfig, switches: Switches) -> None:

@@ -54,20 +54,23 @@ def decoder(weight: PackedWeight, dtype: torch.dtype) -> Callable[[Tensor], None
 
 
 def chosen_decoder(
-    options: Sequence[PackedWeight | Tensor], dtype: torch.dtype, shape: tuple[int, int]
+    options: Sequence[PackedWeight | Tensor], dtype: torch.dtype, shape: tuple[int, int], parts: int = 1
 ) -> Callable[[Tensor, Tensor], None] | None:
     """What decodes the option that a number on the device picks; None if no kernel serves these options.
 
-    The number is read when the kernel runs, so that what was recorded once may run again with another choice.
+    The number is read when the kernel runs, so that what was recorded once may run again with another choice. There
+    is one for each of ``parts`` of the rows.
     """
     groups = {option.group_size for option in options if isinstance(option, PackedWeight)}
     if len(groups) != 1 or not _takes(dtype, options, shape):
         return None
     (group,) = groups
     operands = [_operand(o) if isinstance(o, PackedWeight) else _dense_operand(o) for o in options]
-    if not triton_bfloat16.decodes(dtype, operands, group, shape):
+    if not (
+        triton_bfloat16.decodes(dtype, operands, group, shape) and triton_bfloat16.decodes_parts(shape, parts)
+    ):
         return None
-    return triton_bfloat16.chosen_decoder(operands, group, shape)
+    return triton_bfloat16.chosen_decoder(operands, group, shape, parts)
 
 
 def multiplier(

@@ -20,7 +20,14 @@ from torch.autograd.function import once_differentiable
 from rco.compressors.packing import OptionProducts, PackedWeight, on_triton_path
 from rco.compressors.streaming import OptionStream, StreamedOptions
 
-__all__ = ["Selection", "SwitchableLinear", "WeightBuffer", "switchable_linear", "switchable_weight"]
+__all__ = [
+    "LayerOptions",
+    "Selection",
+    "SwitchableLinear",
+    "WeightBuffer",
+    "switchable_linear",
+    "switchable_weight",
+]
 
 Option = PackedWeight | Tensor
 
@@ -63,11 +70,16 @@ class WeightBuffer:
         self._flat.clear()
 
 
-class _Options:
-    """A layer's options, and what is worked out about them once."""
+class LayerOptions:
+    """A layer's options, and what is worked out about them once.
 
-    def __init__(self, options: Sequence[Option]) -> None:
-        self.listed = options
+    Args:
+        options: K weights of one shape.
+        parts: Matrices below each other in every one of them, each with a choice and products of its own.
+    """
+
+    def __init__(self, options: Sequence[Option], parts: int = 1) -> None:
+        self.listed, self.parts = options, parts
         self.streamed = options if isinstance(options, StreamedOptions) else None
         first = options[0] if self.streamed is None else self.streamed
         rows, columns = first.shape
@@ -78,21 +90,21 @@ class _Options:
     def products(self, active: tuple[bool, ...] | None) -> OptionProducts:
         """Inner products with the active options."""
         if self.streamed is not None:  # elsewhere every time
-            return OptionProducts(_only(self.streamed.all(), active))
+            return OptionProducts(_only(self.streamed.all(), active), self.parts)
         found = self._products.get(active)
         if found is None:
-            found = self._products[active] = OptionProducts(_only(self.listed, active))
+            found = self._products[active] = OptionProducts(_only(self.listed, active), self.parts)
         return found
 
     def chosen_decoder(self, dtype: torch.dtype) -> Callable[[Tensor, Tensor], None] | None:
-        """What decodes the option that a number on the device picks; None where nothing does."""
+        """What decodes the option that a number on the device picks for every part; None where nothing does."""
         if dtype not in self._chosen:
             self._chosen[dtype] = None
             first = self.listed[0] if self.streamed is None else None
             if first is not None and on_triton_path(first if isinstance(first, Tensor) else first.packed):
                 from rco.compressors import gpu
 
-                self._chosen[dtype] = gpu.chosen_decoder(self.listed, dtype, self.shape)
+                self._chosen[dtype] = gpu.chosen_decoder(self.listed, dtype, self.shape, self.parts)
         return self._chosen[dtype]
 
 
@@ -137,11 +149,13 @@ def switchable_linear(
         buffer: Memory for the dense weight; None allocates it for this call.
     """
     _check(options, selection)
-    return _linear(x, _Options(options), selection, bias, buffer if buffer is not None else WeightBuffer())
+    return _linear(
+        x, LayerOptions(options), selection, bias, buffer if buffer is not None else WeightBuffer()
+    )
 
 
 def _linear(
-    x: Tensor, options: _Options, selection: Selection, bias: Tensor | None, buffer: WeightBuffer
+    x: Tensor, options: LayerOptions, selection: Selection, bias: Tensor | None, buffer: WeightBuffer
 ) -> Tensor:
     gate = selection.gate
     if torch.is_grad_enabled() and (
@@ -161,10 +175,10 @@ def switchable_weight(options: Sequence[Option], selection: Selection, dtype: to
     For layers that are not applied to an input here, such as an output layer handed to a chunked loss.
     """
     _check(options, selection)
-    return _weight(_Options(options), selection, dtype)
+    return _weight(LayerOptions(options), selection, dtype)
 
 
-def _weight(options: _Options, selection: Selection, dtype: torch.dtype) -> Tensor:
+def _weight(options: LayerOptions, selection: Selection, dtype: torch.dtype) -> Tensor:
     if selection.gate is not None and selection.gate.requires_grad and torch.is_grad_enabled():
         weight: Tensor = _SwitchableWeight.apply(selection.gate, options, selection, dtype)  # type: ignore[no-untyped-call]
         return weight
@@ -211,7 +225,7 @@ class SwitchableLinear(nn.Module):
         self.out_features, self.in_features = dense.shape
         listed = [dense if option is None else option for option in options]
         self.options: Sequence[Option] = listed if stream is None else stream.add(listed)
-        self._known = _Options(self.options)
+        self._known = LayerOptions(self.options)
         self.transposed = transposed
         self.buffer = buffer if buffer is not None else WeightBuffer()
         self.selection = Selection(0)
@@ -290,7 +304,7 @@ class _SwitchableLinear(torch.autograd.Function):
         x: Tensor,
         gate: Tensor | None,
         bias: Tensor | None,
-        options: _Options,
+        options: LayerOptions,
         selection: Selection,
         buffer: WeightBuffer,
     ) -> Tensor:
@@ -325,7 +339,7 @@ class _SwitchableLinear(torch.autograd.Function):
 class _SwitchableWeight(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, options: _Options, selection: Selection, dtype: torch.dtype
+        ctx: Any, gate: Tensor, options: LayerOptions, selection: Selection, dtype: torch.dtype
     ) -> Tensor:
         ctx.options, ctx.selection = options, selection
         return _fresh(options, selection, dtype)
@@ -338,7 +352,7 @@ class _SwitchableWeight(torch.autograd.Function):
         return _gate_gradient(grad_weight, ctx.options, ctx.selection), None, None, None
 
 
-def _gate_gradient(weight_gradient: Tensor, options: _Options, selection: Selection) -> Tensor:
+def _gate_gradient(weight_gradient: Tensor, options: LayerOptions, selection: Selection) -> Tensor:
     assert selection.gate is not None
     products = options.products(selection.active)(weight_gradient)
     return products.to(device=selection.gate.device, dtype=selection.gate.dtype)
@@ -358,7 +372,11 @@ def _outer(grad_y: Tensor, x: Tensor) -> Tensor:
 
 
 def _dense(
-    options: _Options, selection: Selection, dtype: torch.dtype, device: torch.device, buffer: WeightBuffer
+    options: LayerOptions,
+    selection: Selection,
+    dtype: torch.dtype,
+    device: torch.device,
+    buffer: WeightBuffer,
 ) -> Tensor:
     """The selected weight as a dense matrix; valid until the buffer is used again."""
     if selection.place is not None:
@@ -387,7 +405,7 @@ def _dense(
     return mixture
 
 
-def _fresh(options: _Options, selection: Selection, dtype: torch.dtype) -> Tensor:
+def _fresh(options: LayerOptions, selection: Selection, dtype: torch.dtype) -> Tensor:
     with torch.no_grad():
         weight = _dense(options, selection, dtype, options.device, WeightBuffer())
         # An alias: autograd must not mark the original weight as a result of its own.

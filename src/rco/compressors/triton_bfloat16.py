@@ -22,7 +22,7 @@ from torch import Tensor
 from rco.compressors.launching import launching_at
 from rco.compressors.triton_kernels import DENSE, Operand, multiprocessors, over_programs, partial_sums
 
-__all__ = ["chosen_decoder", "decoder", "decodes", "multiplier", "multiplies"]
+__all__ = ["chosen_decoder", "decoder", "decodes", "decodes_parts", "multiplier", "multiplies"]
 
 SEGMENT = 128
 _OCTETS = SEGMENT // 8
@@ -224,13 +224,14 @@ def _copy_words(source, out, segments, COUNT: tl.constexpr, WORDS: tl.constexpr)
     tl.store(out + place, tl.load(source + place, mask=inside), mask=inside)
 
 
-@triton.jit(do_not_specialize=["choice"])
+@triton.jit(do_not_specialize=["choices", "programs"])
 def _decode_chosen_kernel(
-    choice, codes, scales, zeros, out, segments,
+    choices, programs, codes, scales, zeros, out, segments,
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, RATIO: tl.constexpr,
     COUNT: tl.constexpr, OCTETS: tl.constexpr,
 ):  # fmt: skip
-    chosen = tl.load(choice)
+    """Decode the segments of one program; so many programs share a choice."""
+    chosen = tl.load(choices + tl.program_id(0) // programs)
     for k in tl.static_range(len(BITS)):
         if chosen == k:
             if BITS[k] == 16:
@@ -345,21 +346,32 @@ def decoder(operand: Operand, group: int, shape: tuple[int, int]) -> Callable[[T
     return decode
 
 
+def decodes_parts(shape: tuple[int, int], parts: int) -> bool:
+    """Whether :func:`chosen_decoder` takes a choice for each of so many parts of the rows: no program has two."""
+    return parts == 1 or (
+        shape[0] % parts == 0 and shape[0] // parts * shape[1] % (SEGMENT * _DECODE_COUNT) == 0
+    )
+
+
 def chosen_decoder(
-    operands: Sequence[Operand], group: int, shape: tuple[int, int]
+    operands: Sequence[Operand], group: int, shape: tuple[int, int], parts: int = 1
 ) -> Callable[[Tensor, Tensor], None]:
-    """What writes the operand that a number on the device picks; places start at multiples of 16 bytes."""
+    """What writes the operand that a number on the device picks for each part of the rows.
+
+    Places start at multiples of 16 bytes.
+    """
     segments = shape[0] * shape[1] // SEGMENT
-    launch = _decode_chosen_kernel[(triton.cdiv(segments, _DECODE_COUNT),)]
+    programs = triton.cdiv(segments, _DECODE_COUNT)
+    launch, share = _decode_chosen_kernel[(programs,)], programs // parts
     addresses, kinds = _described(operands)
     settings = {
         **kinds, "RATIO": min(group, shape[1]) // SEGMENT,
         "COUNT": _DECODE_COUNT, "OCTETS": _OCTETS, "num_warps": _WARPS,
     }  # fmt: skip
 
-    def decode(choice: Tensor, out: Tensor) -> None:
+    def decode(choices: Tensor, out: Tensor) -> None:
         with launching_at(out):
-            launch(choice, *addresses, out.view(torch.int64), segments, **settings)
+            launch(choices, share, *addresses, out.view(torch.int64), segments, **settings)
 
     return decode
 

@@ -89,10 +89,10 @@ class ExpertGates:
                 dtype = torch.float64 if _is_double(gates.layer) else torch.float32
                 gates.use(None, None if ones else send(part.to(dtype), device))
             return
-        flags = self._kept(bare)
+        flags, on_one = self._kept(bare), len({part.device for part in parts}) == 1
         # All layers together: a copy each would be as many transfers in every sample. Read where the gates are, so
         # that what is launched may be recorded and launched again with others.
-        together = keep.detach() > 0.5 if isinstance(keep, Tensor) else torch.cat(flags)
+        together = torch.cat([part.detach() for part in parts]) > 0.5 if on_one else torch.cat(flags)
         placed = {
             device: torch.split(send(together, device), list(self.counts)) for device in set(self._devices)
         }

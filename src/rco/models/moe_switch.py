@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rco.compressors.packing import PackedWeight, inner_products
-from rco.compressors.stacks import ChosenSegments, by_option, decode_segments
-from rco.compressors.switchable import WeightBuffer
+from rco.compressors.packing import PackedWeight
+from rco.compressors.stacks import ChosenSegments, decode_segments
+from rco.compressors.switchable import LayerOptions, WeightBuffer
 from rco.core.transfer import send
 from rco.models.moe import MoELayer
 from rco.models.moe_experts import ExpertWeights, expert_weights
@@ -56,6 +56,7 @@ class ExpertOptions:
         self.buffer = buffer if buffer is not None else WeightBuffer()
         self.up, self.down = tuple(up), tuple(down)
         self._own = expert_weights(layer.experts)
+        self._remembered: tuple[list[tuple[int, torch.dtype]], list[LayerOptions]] | None = None
         stacks = original_stacks(layer)
         for name, options, stack in (("up", self.up, stacks[0]), ("down", self.down, stacks[1])):
             shape = (stack.shape[0] * stack.shape[1] * stack.shape[2], stack.shape[3])
@@ -81,29 +82,68 @@ class ExpertOptions:
         """Where the layer is."""
         return self._own.up.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the layer computes in at present."""
+        return original_stacks(self.layer)[0].dtype
+
     def own(self) -> ExpertWeights:
         """The layer's own weights, an expert's up below its gate."""
         up, down = original_stacks(self.layer)
         return self._arranged(up.flatten(1, 2), down.flatten(1, 2))
 
+    def follows_places(self, dtype: torch.dtype) -> bool:
+        """Whether choices may be numbers on the device alone, the layer computing in a type."""
+        return not self._reorders_own() and all(
+            known.chosen_decoder(dtype) is not None for known in self._known()
+        )
+
     def decode(self, placed: PlacedChoices) -> ExpertWeights:
         """The weights with every gate, up and down at its option; valid until the buffer is used again."""
-        up, down = original_stacks(self.layer)
         dense = []
-        for slot, (options, stack, chosen) in enumerate(
-            ((self.up, up, placed.up), (self.down, down, placed.down))
-        ):
+        stacks = zip(original_stacks(self.layer), self._known(), (placed.up, placed.down), strict=True)
+        for slot, (stack, known, chosen) in enumerate(stacks):
             experts, parts, rows, columns = stack.shape
-            own = [k for k in chosen.options if options[k] is None]
-            if len(own) == len(chosen.options) and stack.is_contiguous():
-                dense.append(stack.reshape(experts, parts * rows, columns))
+            shape = (experts, parts * rows, columns)
+            if isinstance(chosen, ChosenSegments) and self._all_own(slot, chosen) and stack.is_contiguous():
+                dense.append(stack.reshape(shape))
                 continue
-            # The layer's own weights in their place; a copy of those only where they are needed.
-            there = stack.reshape(-1, columns) if own else stack
-            filled = [there if option is None else option for option in options]
-            out = self.buffer.take((experts * parts * rows, columns), stack.dtype, stack.device, slot=slot)
-            dense.append(decode_segments(filled, chosen, out).view(experts, parts * rows, columns))
+            out = self.buffer.take(known.shape, stack.dtype, stack.device, slot=slot)
+            if isinstance(chosen, ChosenSegments):
+                decode_segments(known.listed, chosen, out)
+            else:
+                decode = known.chosen_decoder(stack.dtype)
+                if decode is None:
+                    raise ValueError(
+                        f"No kernel decodes the experts of {self.layer.name} to {stack.dtype} by choices on "
+                        f"{stack.device}; place the choices with PlacedChoices.of."
+                    )
+                decode(chosen, out)
+            dense.append(out.view(shape))
         return self._arranged(*dense)
+
+    def _all_own(self, slot: int, chosen: ChosenSegments) -> bool:
+        return all((self.up, self.down)[slot][k] is None for k in chosen.options)
+
+    def _known(self) -> list[LayerOptions]:
+        """Both stacks with the layer's own weights in their place, and what is worked out about them once."""
+        stacks = original_stacks(self.layer)
+        own = [(stack.data_ptr(), stack.dtype) for stack in stacks]
+        if self._remembered is not None and self._remembered[0] == own:
+            return self._remembered[1]
+        made = []
+        for options, stack in zip((self.up, self.down), stacks, strict=True):
+            there = stack.reshape(-1, stack.shape[3]) if None in options else stack
+            listed = [there if option is None else option for option in options]
+            made.append(LayerOptions(listed, stack.shape[0] * stack.shape[1]))
+        if not self._reorders_own():  # else there is a dense copy among them, which is not to be kept
+            self._remembered = own, made
+        return made
+
+    def _reorders_own(self) -> bool:
+        """Whether the layer's own weights are an option, and lie in another order than the options."""
+        stacks = zip(original_stacks(self.layer), (self.up, self.down), strict=True)
+        return any(None in options and not stack.is_contiguous() for stack, options in stacks)
 
     def _arranged(self, up: Tensor, down: Tensor) -> ExpertWeights:
         """Stacks (experts, out, in) as weights that multiply from the right, biases and activation to match."""
@@ -116,18 +156,12 @@ class ExpertOptions:
             (lambda both: own.activate(_alternating(both))) if interleaved else own.activate,
         )
 
-    def products(self, up: Tensor, down: Tensor, wanted: Sequence[bool]) -> Tensor:
+    def products(self, up: Tensor, down: Tensor, wanted: tuple[bool, ...]) -> Tensor:
         """(experts, 3, K) inner products of weight gradients (experts, out, in) with every wanted option."""
-        stacks = original_stacks(self.layer)
         found = []
-        for gradient, options, stack in ((up, self.up, stacks[0]), (down, self.down, stacks[1])):
-            experts, parts, _, columns = stack.shape
-            listed = [
-                None if not asked else stack.reshape(-1, columns) if option is None else option
-                for option, asked in zip(options, wanted, strict=True)
-            ]
-            part = inner_products(gradient.reshape(-1, columns), listed, experts * parts)
-            found.append(part.reshape(self.num_options, experts, parts))
+        for gradient, known in zip((up, down), self._known(), strict=True):
+            part = known.products(wanted)(gradient.reshape(known.shape))
+            found.append(part.reshape(self.num_options, self.layer.num_experts, -1))
         return torch.cat(found, dim=2).permute(1, 2, 0)
 
 
@@ -145,20 +179,25 @@ class PlacedChoices:
     """One layer's choices on its device, so that no pass over it has to send them.
 
     Attributes:
-        up: Options of gates and ups, as :func:`decode_segments` takes them.
-        down: The same for down.
         choices: (experts, 3) option of every projection.
+        up: Options of gates and ups: sorted out by the host, or (experts x 2,) numbers that only the device knows.
+        down: The same for down, (experts,).
     """
 
-    up: ChosenSegments
-    down: ChosenSegments
     choices: Tensor
+    up: ChosenSegments | Tensor
+    down: ChosenSegments | Tensor
 
     @classmethod
     def of(cls, choices: NDArray[np.int64], device: torch.device) -> PlacedChoices:
-        """The choices (experts, 3) of one layer alone, sent to its device."""
+        """The choices (experts, 3) of one layer, sent to its device."""
         up, down = (ChosenSegments.sent(part.reshape(-1), device) for part in (choices[:, :2], choices[:, 2]))
-        return cls(up, down, send(torch.from_numpy(choices), device))
+        return cls(send(torch.from_numpy(choices), device), up, down)
+
+    @classmethod
+    def there(cls, choices: Tensor) -> PlacedChoices:
+        """Choices (experts, 3) that are where the layer is, for one that follows them there."""
+        return cls(choices, choices[:, :2].reshape(-1), choices[:, 2].contiguous())
 
 
 @dataclass(frozen=True)
@@ -212,9 +251,13 @@ class SwitchableExperts:
     ) -> None:
         self._handle, self.options = handle, dict(options)
         self._rows = {layer: np.array(rows[layer], dtype=np.int64) for layer in options}
-        self._places = {
-            layer: torch.from_numpy(self._rows[layer]).to(each.device) for layer, each in options.items()
-        }
+        self._asked: tuple[NDArray[np.bool_] | None, dict[int, tuple[bool, ...]]] | None = None
+        # By device: its layers, and the rows of all of them.
+        self._places: dict[torch.device, tuple[list[int], Tensor]] = {}
+        for device in {each.device for each in options.values()}:
+            layers = [layer for layer, each in options.items() if each.device == device]
+            together = np.concatenate([self._rows[layer] for layer in layers])
+            self._places[device] = layers, torch.from_numpy(together).to(device)
 
     @property
     def room(self) -> ProbeRoom | None:
@@ -222,8 +265,16 @@ class SwitchableExperts:
         prunes = any(options.pruned is not None for options in self.options.values())
         return self._handle.room if prunes else None
 
+    def recordable(self, dtype: torch.dtype) -> bool:
+        """Whether :meth:`set_gates` takes ``recorded``, the experts computing in a type."""
+        return all(options.follows_places(dtype) for options in self.options.values())
+
     def set_gates(
-        self, gates: Tensor, choices: Sequence[int | None], wanted: NDArray[np.bool_] | None = None
+        self,
+        gates: Tensor,
+        choices: Sequence[int | None],
+        wanted: NDArray[np.bool_] | None = None,
+        recorded: bool = False,
     ) -> None:
         """Let every expert use the option that its rows of the gates pick.
 
@@ -231,60 +282,95 @@ class SwitchableExperts:
             gates: (N, K) one-hot rows that may carry gradient, in host memory or where the experts are.
             choices: The option of every row.
             wanted: (N, K) options whose gradient is wanted; None: all.
+            recorded: The experts read their choices off the gates when they run, so that what they launch may be
+                recorded and launched again with other gates; see :meth:`recordable`.
         """
+        picked = self._picked(choices)
+        placed = self._read(gates) if recorded else self._sent(picked)
+        own = self._own_gates(gates) if gates.requires_grad else {}
+        asked = self._wanted_options(wanted)
+        keep: list[Tensor] = []
+        for layer in self._handle.layers:
+            options = self.options.get(layer.index)
+            gate = own.get(layer.index)
+            if options is not None:
+                selected = SelectedExperts(options, gate, asked[layer.index], placed[layer.index])
+                self._handle.use_options(layer.index, selected)
+            if options is None or options.pruned is None:
+                keep.append(torch.ones(layer.num_experts, dtype=torch.bool, device=gates.device))
+            elif gate is not None:
+                keep.append(1.0 - gate[:, 0, options.pruned])
+            else:
+                keep.append(placed[layer.index].choices[:, 0] != options.pruned)
+        if self.room is not None:
+            self._handle.set_gates(keep, self._staying(picked))
+
+    def _picked(self, choices: Sequence[int | None]) -> dict[int, NDArray[np.int64]]:
+        """(experts, 3) option of every layer's projections, in host memory."""
         chosen = np.array([-1 if choice is None else choice for choice in choices], dtype=np.int64)
         picked = {layer: chosen[rows] for layer, rows in self._rows.items()}
         for index, taken in picked.items():
             if (taken < 0).any():
                 name = self.options[index].layer.name
                 raise ValueError(f"{name} needs one option per expert, not a mixture of options.")
-        placed = self._placed(picked)
-        here: dict[torch.device, Tensor] = {}
-        keep: list[Tensor] = []
-        kept: list[Tensor] = []
+        return picked
+
+    def _staying(self, picked: Mapping[int, NDArray[np.int64]]) -> list[Tensor]:
+        """Which experts of every sparse layer stay, in host memory."""
+        found = []
         for layer in self._handle.layers:
             options = self.options.get(layer.index)
-            all_stay = torch.ones(layer.num_experts, dtype=torch.bool)
-            if options is None:
-                keep.append(all_stay)
-                kept.append(all_stay)
-                continue
-            rows, taken = self._rows[layer.index], picked[layer.index]
-            own: Tensor | None = None
-            if gates.requires_grad:
-                if options.device not in here:
-                    dtype = torch.float32 if options.device.type == "mps" else gates.dtype
-                    here[options.device] = send(gates.to(dtype), options.device)
-                own = here[options.device][self._places[layer.index]]
-            asked = (True,) * options.num_options
-            if wanted is not None:
-                asked = tuple(np.atleast_1d(wanted[np.unique(rows)].any(axis=0)).tolist())
-            selected = SelectedExperts(options, own, asked, placed[layer.index])
-            self._handle.use_options(layer.index, selected)
-            stay = all_stay if options.pruned is None else torch.from_numpy(taken[:, 0] != options.pruned)
-            kept.append(stay)
-            keep.append(stay if own is None or options.pruned is None else 1.0 - own[:, 0, options.pruned])
-        if self.room is not None:
-            self._handle.set_gates(keep, kept)
-
-    def _placed(self, picked: Mapping[int, NDArray[np.int64]]) -> dict[int, PlacedChoices]:
-        """The choices of every layer on its device, by one copy for all layers of a device."""
-        found = {}
-        for device in {options.device for options in self.options.values()}:
-            layers = [layer for layer in picked if self.options[layer].device == device]
-            chosen = [
-                part
-                for taken in (picked[layer] for layer in layers)
-                for part in (taken[:, :2].reshape(-1), taken[:, 2])
-            ]
-            orders = [by_option(part) for part in chosen]
-            parts = [*orders, *(picked[layer].reshape(-1) for layer in layers)]
-            together = send(torch.from_numpy(np.concatenate(parts)), device)
-            pieces = torch.split(together, [len(part) for part in parts])
-            stacks = map(ChosenSegments, chosen, orders, pieces)
-            for layer, choices in zip(layers, pieces[len(orders) :], strict=True):
-                found[layer] = PlacedChoices(next(stacks), next(stacks), choices.view(-1, 3))
+            stay = np.ones(layer.num_experts, dtype=bool)
+            if options is not None and options.pruned is not None:
+                stay = picked[layer.index][:, 0] != options.pruned
+            found.append(torch.from_numpy(stay))
         return found
+
+    def _wanted_options(self, wanted: NDArray[np.bool_] | None) -> dict[int, tuple[bool, ...]]:
+        """Options that any expert of a layer wants a gradient of; the same for all samples of a search."""
+        if self._asked is None or self._asked[0] is not wanted:
+            found = {}
+            for layer, options in self.options.items():
+                found[layer] = (True,) * options.num_options
+                if wanted is not None:
+                    found[layer] = tuple(map(bool, wanted[np.unique(self._rows[layer])].any(axis=0)))
+            self._asked = wanted, found
+        return self._asked[1]
+
+    def _own_gates(self, gates: Tensor) -> dict[int, Tensor]:
+        """(experts, 3, K) gates of every layer on its device; one gather for all layers of a device."""
+        found: dict[int, Tensor] = {}
+        for device, (layers, rows) in self._places.items():
+            dtype = torch.float32 if device.type == "mps" else gates.dtype
+            found |= self._by_layer(layers, send(gates.to(dtype), device)[rows])
+        return found
+
+    def _read(self, gates: Tensor) -> dict[int, PlacedChoices]:
+        """The choices of every layer, read off the gates where they are."""
+        ((layers, rows),) = self._places.values()
+        parts = self._by_layer(layers, gates.detach().argmax(1)[rows])
+        return {layer: PlacedChoices.there(choices) for layer, choices in parts.items()}
+
+    def _sent(self, picked: Mapping[int, NDArray[np.int64]]) -> dict[int, PlacedChoices]:
+        """The choices of every layer on its device, by one copy for all that follow them there."""
+        found = {}
+        for device, (layers, _) in self._places.items():
+            following = [
+                layer for layer in layers if self.options[layer].follows_places(self.options[layer].dtype)
+            ]
+            if following:
+                together = send(
+                    torch.from_numpy(np.concatenate([picked[layer] for layer in following])), device
+                )
+                for layer, choices in self._by_layer(following, together).items():
+                    found[layer] = PlacedChoices.there(choices)
+            for layer in set(layers) - set(following):
+                found[layer] = PlacedChoices.of(picked[layer], device)
+        return found
+
+    def _by_layer(self, layers: Sequence[int], together: Tensor) -> dict[int, Tensor]:
+        parts = torch.split(together, [len(self._rows[layer]) for layer in layers])
+        return dict(zip(layers, parts, strict=True))
 
 
 @contextmanager

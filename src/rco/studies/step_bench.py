@@ -23,7 +23,7 @@ from rco.losses import chunked_kl
 from rco.models.loading import pick_device
 from rco.models.shapes import random_model
 from rco.runs import environment
-from rco.studies.step_cases import Case, as_graph, floor, make_case, measure, random_tokens, sparse
+from rco.studies.step_cases import Case, Job, as_graph, floor, job_of, make_case, measure, random_tokens
 
 __all__ = ["run", "run_memory", "to_markdown"]
 
@@ -41,6 +41,7 @@ def run(
     repeats: int = 10,
     layers: int | None = None,
     modes: Sequence[bool] = (False, True),
+    job: Job | None = None,
     on_progress: OnProgress | None = None,
 ) -> dict[str, Any]:
     """Measure floor and sample with and without checkpointing, whole steps, and the parts of a sample.
@@ -54,10 +55,11 @@ def run(
         repeats: Timed repeats of floor and sample.
         layers: Fewer blocks than the shape has.
         modes: Whether to checkpoint; without is always among them.
+        job: What is searched for; None: experts are pruned, all else is quantized.
         on_progress: Called with (parts done, all parts).
     """
     tell = on_progress or (lambda done, total: None)
-    place = pick_device(device)
+    job, place = job_of(shape, job), pick_device(device)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     loaded = random_model(shape, device=place, dtype=dtype, layers=layers)
     rows: dict[str, Any] = {}
@@ -67,7 +69,7 @@ def run(
         with floor(loaded, random_tokens(loaded, 1, length), checkpointing) as work:
             lowest = measure(work, place, repeats)
         rows["checkpointing" if checkpointing else "plain"] = {"floor": lowest.to_dict()}
-    case = make_case(shape, place, length=length, loaded=loaded)
+    case = make_case(shape, place, length=length, loaded=loaded, job=job)
     for done, checkpointing in enumerate(modes):
         tell(len(modes) + done, total)
         case.backend.checkpointing = checkpointing
@@ -245,16 +247,17 @@ def run_memory(
     length: int = 2048,
     repeats: int = 3,
     layers: int | None = None,
+    job: Job | None = None,
     on_progress: OnProgress | None = None,
 ) -> dict[str, Any]:
     """Peak memory and time of a sample: candidates resident or streamed, with and without checkpointing.
 
-    Sparse shapes are pruned, which keeps no candidates.
+    Experts are pruned, which keeps no candidates, unless ``job`` says otherwise.
     """
     tell = on_progress or (lambda done, total: None)
-    place = pick_device(device)
+    job, place = job_of(shape, job), pick_device(device)
     modes: list[tuple[Any, bool]] = [("resident", False), ("resident", True)]
-    if place.type == "cuda" and not sparse(shape):
+    if place.type == "cuda" and job == "quantize":
         modes += [("offload", False), ("offload", True)]
     loaded, packed = None, None
     rows: list[dict[str, Any]] = []
@@ -271,6 +274,7 @@ def run_memory(
             checkpointing=checkpointing,
             memory=memory,
             packed=packed,
+            job=job,
         )
         loaded = case.loaded
         if isinstance(case.backend, QuantizationBackend):
@@ -279,7 +283,7 @@ def run_memory(
             timed = measure(work, place, repeats)
         rows.append(
             {
-                "memory": "none" if sparse(shape) else memory,
+                "memory": "none" if job == "prune" else memory,
                 "checkpointing": checkpointing,
                 **timed.to_dict(),
                 "expected_bytes": _expected(case, length, checkpointing, memory == "offload"),
@@ -289,6 +293,7 @@ def run_memory(
     assert loaded is not None
     return {
         "shape": shape,
+        "kind": case.backend.name,
         "tokens": length,
         "layers": len(loaded.layout.blocks(loaded.model)),
         "modes": rows,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,30 +17,33 @@ from torch import Tensor
 from rco.backends.base import Budget
 from rco.backends.candidates import option_label
 from rco.backends.expert_pruning import ExpertPruningBackend
-from rco.backends.plan import make_plan
+from rco.backends.plan import QuantizationPlan, make_plan
 from rco.backends.quantization import QuantizationBackend, Residency
 from rco.compressors.packing import PackedWeight, packed_words
 from rco.compressors.streaming import pinned
 from rco.core.problem import AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.models.gating import checkpointed_blocks
-from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
+from rco.models.moe_linears import ExpertLinear, model_linears
 from rco.models.shapes import random_model, shape_settings
 
 __all__ = [
     "Case",
+    "Job",
     "Timed",
     "as_graph",
     "floor",
+    "job_of",
     "make_case",
     "measure",
     "random_packed",
     "random_tokens",
-    "sparse",
 ]
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8)
+
+Job = Literal["quantize", "prune"]
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,12 @@ class Case:
     data: CalibrationSet
 
 
-def sparse(shape: str) -> bool:
-    """Whether a shape has experts, which are pruned; the others are quantized."""
-    return "num_experts" in shape_settings(shape)[1]
+def job_of(shape: str, job: Job | None) -> Job:
+    """What is searched for on a shape: unless asked for, experts are pruned and all else is quantized."""
+    sparse = "num_experts" in shape_settings(shape)[1]
+    if job == "prune" and not sparse:
+        raise ValueError(f"{shape} has no experts to prune; take olmoe or qwen3-30b-a3b, or quantize it.")
+    return job or ("prune" if sparse else "quantize")
 
 
 def synchronize(device: torch.device) -> None:
@@ -117,9 +123,8 @@ def as_graph(work: Callable[[], object], device: torch.device) -> Callable[[], o
     return graph.replay
 
 
-def random_packed(info: LinearInfo, bits: int, group: int, device: torch.device) -> PackedWeight:
+def random_packed(rows: int, cols: int, bits: int, group: int, device: torch.device) -> PackedWeight:
     """Random codes whose values have the spread of initial weights."""
-    rows, cols = info.out_features, info.in_features
     size = min(group, cols)
     words = torch.randint(
         -(2**31), 2**31 - 1, (rows, packed_words(cols, bits)), dtype=torch.int32, device=device
@@ -154,6 +159,7 @@ def make_case(
     checkpointing: bool = False,
     memory: Residency = "resident",
     packed: Mapping[str, Mapping[str, PackedWeight]] | None = None,
+    job: Job | None = None,
 ) -> Case:
     """A model of a shape, its options and its tokens.
 
@@ -168,29 +174,37 @@ def make_case(
         checkpointing: Recompute activations in the backward pass.
         memory: Where the packed options are kept.
         packed: The options, if they are there already.
+        job: What to search for, see :func:`job_of`.
     """
     if loaded is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         loaded = random_model(shape, device=device, dtype=dtype, layers=layers)
     data = random_tokens(loaded, sequences, length)
-    if sparse(shape):
+    if job_of(shape, job) == "prune":
         pruning = ExpertPruningBackend(loaded, prior="none", checkpointing=checkpointing)
         return Case(loaded, pruning, pruning.problem(Budget.parse(experts="0.25")), data)
-    linears = loaded.layout.linears(loaded.model)
+    linears = model_linears(loaded.layout, loaded.model)
     plan = make_plan(loaded.layout, linears, widths=WIDTHS, group_size=group, symmetric=False)
     backend = QuantizationBackend(loaded, plan, Path("unused"), checkpointing=checkpointing, memory=memory)
     if packed is None:
         made: dict[str, dict[str, PackedWeight]] = {}
-        for info in plan.linears:
-            options = [random_packed(info, width, group, device) for width in WIDTHS]
+        for name, (rows, cols) in _stored_shapes(plan).items():
+            options = [random_packed(rows, cols, width, group, device) for width in WIDTHS]
             if backend.memory == "offload":
                 options = pinned(options)
-            made[info.name] = {
-                option_label(width): option for width, option in zip(WIDTHS, options, strict=True)
-            }
+            made[name] = {option_label(width): option for width, option in zip(WIDTHS, options, strict=True)}
         packed = made
     backend.set_packed(packed)
     return Case(loaded, backend, backend.problem(Budget.parse(bits="4")), data)
+
+
+def _stored_shapes(plan: QuantizationPlan) -> dict[str, tuple[int, int]]:
+    """What a store of candidates holds: the linears, and the experts of a layer below each other."""
+    found: dict[str, tuple[int, int]] = {}
+    for info in plan.linears:
+        name = info.stored_in if isinstance(info, ExpertLinear) else info.name
+        found[name] = found.get(name, (0, 0))[0] + info.out_features, info.in_features
+    return found
 
 
 @contextmanager
