@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/gpu_measurements.py OUT [part ...]
 
 Writes one JSON file per part into OUT as soon as the part is done, so that a run that is cut short keeps what
-it has. Parts: tests, kernels, gptq, jobs, step, olmoe, widths, memory, 30b, short, steps50; all but the last two by
-default.
+it has. Parts: tests, kernels, gptq, jobs, step, olmoe, widths, memory, 30b, whole, short, steps50; all but the last
+three by default.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import traceback
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
 from rco.compressors.gptq import gptq
 from rco.compressors.grid import Grid
-from rco.models.shapes import SHAPES
+from rco.models.shapes import SHAPES, random_model
+from rco.models.zoo import find_builtin
 from rco.runs import environment
 from rco.studies.step_bench import run, run_memory, to_markdown
 
@@ -173,13 +175,43 @@ def thirty_billion(out):
 
 def jobs(out):
     """The command line on built-in models, timed."""
-    rows, gpu, folder = {}, ["--device", "cuda", "--json"], tempfile.mkdtemp()
-    commands = {
+    gpu, folder = ["--device", "cuda", "--json"], tempfile.mkdtemp()
+    return commands({
         "quantize": ["quantize", "tiny-llama", "--bits", "2.5", "--format", "dense", *gpu, "--out", f"{folder}/q"],
         "prune": ["prune", "tiny-moe", "--experts", "0.25", *gpu, "--out", f"{folder}/p"],
         "evaluate": ["evaluate", f"{folder}/q", "--reference", "tiny-llama", *gpu],
+    })  # fmt: skip
+
+
+def whole(out, shape="qwen3-8b", layers=12, device="cuda", length=2048):
+    """`rco quantize` from a checkpoint to a checkpoint on a third of a large model, a few steps of the search."""
+    folder = Path(tempfile.mkdtemp())
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = random_model(shape, device=device, dtype=dtype, layers=layers).model
+    model.save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(find_builtin("tiny-llama").locate()[0]).save_pretrained(folder / "model")
+    parameters = sum(p.numel() for p in model.parameters())
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    found = commands({
+        "quantize": [
+            "quantize", str(folder / "model"), "--bits", "4", "--device", device, "--length", str(length),
+            "--sequences", "32", "--sensitivity", "8", "--selection", "4", "--evaluation", "4", "--steps", "4",
+            "--refine", "8", "--json", "--out", str(folder / "run"),
+        ],
+    })  # fmt: skip
+    stored = sum(file.stat().st_size for file in (folder / "run").rglob("*") if file.is_file())
+    return found | {
+        "shape": shape, "layers": layers, "parameters": parameters, "stored_bytes": stored,
+        "environment": environment(),
     }  # fmt: skip
-    for name, arguments in commands.items():
+
+
+def commands(named):
+    """Run commands of rco one after the other, each in a process of its own."""
+    rows = {}
+    for name, arguments in named.items():
         began = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-m", "rco", *arguments], capture_output=True, text=True, check=False
@@ -192,27 +224,21 @@ def jobs(out):
         if done.returncode == 0 and name != "evaluate":
             found = json.loads(done.stdout)
             rows[name] |= {key: found.get(key) for key in ("timings", "memory", "evaluation")}
-        print(
-            name,
-            rows[name]["returncode"],
-            f"{rows[name]['seconds']:.1f} s",
-            rows[name].get("timings"),
-            flush=True,
-        )
+        print(name, json.dumps(rows[name]), flush=True)
     return rows
 
 
 PARTS = {
     "tests": tests, "kernels": kernels, "gptq": gptq_block, "jobs": jobs, "step": step,
     "olmoe": olmoe, "widths": olmoe_widths, "memory": memory, "30b": thirty_billion,
-    "short": short, "steps50": steps50,
+    "whole": whole, "short": short, "steps50": steps50,
 }  # fmt: skip
 
 
 def main():
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
-    chosen = sys.argv[2:] or [name for name in PARTS if name not in ("short", "steps50")]
+    chosen = sys.argv[2:] or [name for name in PARTS if name not in ("whole", "short", "steps50")]
     everything = {}
     for name in chosen:
         began = time.perf_counter()

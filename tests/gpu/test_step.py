@@ -246,7 +246,7 @@ def test_what_cannot_be_recorded_is_launched_and_right(monkeypatch, caplog):
         def looking(gates, values, text, recorded=False):
             loss = loss_on(gates, values, text, recorded)
             if recorded:
-                float(loss)
+                loss.detach().item()
             return loss
 
         monkeypatch.setattr(objective, "_loss_on", looking)

@@ -333,7 +333,8 @@ class SwitchableExperts:
             for layer, options in self.options.items():
                 found[layer] = (True,) * options.num_options
                 if wanted is not None:
-                    found[layer] = tuple(map(bool, wanted[np.unique(self._rows[layer])].any(axis=0)))
+                    asked = np.atleast_1d(wanted[np.unique(self._rows[layer])].any(axis=0))
+                    found[layer] = tuple(asked.tolist())
             self._asked = wanted, found
         return self._asked[1]
 

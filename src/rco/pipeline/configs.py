@@ -63,8 +63,8 @@ class CompressConfig:
     compute: Compute = setting("auto", help=_COMPUTE_HELP, panel="Machine")
     batch_size: int = setting(1, help="Sequences per forward pass of the search.", panel="Machine", least=1)
     checkpointing: bool = setting(False, help="Save memory, recompute activations.", panel="Machine")
-    no_graphs: bool = setting(
-        False, help="On a GPU, launch a sample's kernels one by one, not as a CUDA graph.", panel="Machine"
+    graphs: bool = setting(
+        True, help="On a GPU, launch a sample as one CUDA graph, not kernel by kernel.", panel="Machine"
     )
     device_map: Literal["none", "auto", "balanced", "sequential"] = setting(
         "none", help="Divide a model that is larger than one GPU among those of a rank.", panel="Machine"
@@ -92,7 +92,7 @@ class CompressConfig:
     def identity(self) -> dict[str, Any]:
         """What must agree for a run to be resumed."""
         described = dataclasses.asdict(self)
-        for name in ("out", "resume", "no_graphs", "device_map", "rank_timeout"):
+        for name in ("out", "resume", "graphs", "device_map", "rank_timeout"):
             described.pop(name)
         described["tau"] = list(self.tau)
         return described

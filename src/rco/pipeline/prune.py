@@ -104,7 +104,7 @@ def plan_pruning(
         top_k=config.top_k or None,
         batch_size=config.batch_size,
         checkpointing=config.checkpointing,
-        graphs=not config.no_graphs,
+        graphs=config.graphs,
         compute_dtype=compute_dtype(config.compute, loaded.device, loaded.dtype),
         on_progress=progress.stage("scores") if progress else None,
     )

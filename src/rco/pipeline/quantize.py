@@ -97,7 +97,7 @@ def plan_quantization(
         top_k=config.top_k or None,
         batch_size=config.batch_size,
         checkpointing=config.checkpointing,
-        graphs=not config.no_graphs,
+        graphs=config.graphs,
         compute_dtype=computing,
         overwrite_store=config.overwrite_store,
         memory=residency,
