@@ -1,5 +1,6 @@
 """The quantization backend on small random models: exact budgets, gradients, restoration, heads."""
 
+import json
 from dataclasses import replace
 from fractions import Fraction
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rco
+from rco.backends import candidates
 from rco.backends.base import Budget
 from rco.backends.candidates import CandidateSettings
 from rco.backends.plan import make_plan
@@ -21,6 +23,7 @@ from rco.evaluation.size import average_bits, checkpoint_size
 from rco.export.compressed_tensors import CompressedTensorsExporter
 from rco.models.loading import wrap_model
 from rco.models.tiny import tiny_model
+from rco.store import CandidateStore
 
 
 def text(vocabulary, sequences=4, length=24, seed=0):
@@ -40,6 +43,39 @@ def make_backend(folder, model_type="llama", dtype=torch.float32, model_argument
     data = text(model.config.vocab_size)
     backend.prepare(data)
     return backend, data
+
+
+@pytest.mark.parametrize("fails_at", ["making", "writing"])
+def test_a_failure_costs_no_block_that_was_done_before_it(tmp_path, monkeypatch, fails_at):
+    wanted, _ = make_backend(tmp_path / "whole", model_arguments={"num_hidden_layers": 4})
+    made = [0]
+
+    def failing(function, last):
+        def call(*arguments):
+            made[0] += 1
+            if made[0] > last:
+                raise KeyboardInterrupt if fails_at == "making" else OSError(28, "No space left on device")
+            return function(*arguments)
+
+        return call
+
+    # The third block of four and the output layer: while it is made the second is being written.
+    per_block = len(wanted.plan.linears) // 4
+    if fails_at == "making":
+        kept, error = 2, KeyboardInterrupt
+        monkeypatch.setattr(
+            candidates, "quantize_matrix", failing(candidates.quantize_matrix, 2 * per_block + 1)
+        )
+    else:
+        kept, error = 2, OSError
+        monkeypatch.setattr(CandidateStore, "_write_file", failing(CandidateStore._write_file, 2))
+    with pytest.raises(error):
+        make_backend(tmp_path / "cut", model_arguments={"num_hidden_layers": 4})
+    monkeypatch.undo()
+    manifest = json.loads((tmp_path / "cut" / "store" / "manifest.json").read_text())
+    assert sorted(manifest["blocks"]) == [str(index) for index in range(kept)]
+    found, _ = make_backend(tmp_path / "cut", model_arguments={"num_hidden_layers": 4})
+    assert found.store.manifest == wanted.store.manifest
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "gemma2"])

@@ -7,6 +7,7 @@ to no particular allocation, so one store serves every budget.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -111,8 +112,8 @@ def build_candidates(
 ) -> None:
     """Fill what the store is missing.
 
-    Every rank makes one of the next missing blocks and writes its file; all of them are entered in the store before
-    the blocks after those are begun.
+    Every rank makes one of the next missing blocks. Its file is written, and entered in the store, while the rank
+    makes its next block.
 
     Args:
         loaded: The full model, computing in its present type.
@@ -147,7 +148,8 @@ def build_candidates(
         else None
     )
 
-    def make(index: int, sharers: int) -> dict[str, Any]:
+    def make(index: int, sharers: int) -> Callable[[], dict[str, Any]]:
+        """A block's candidates; what is returned writes them."""
         group = groups[index]
         linears = [info for info in group if not isinstance(info, ExpertLinear)]
         sparse = expert_layer_of(group)
@@ -195,20 +197,35 @@ def build_candidates(
             )
             candidates.update(stacks)
             statistics.update(found)
-        return store.write_file(index, candidates, statistics)
+        # In host memory: the writer must not wait for what the device does next.
+        moved = {name: {label: w.to("cpu") for label, w in each.items()} for name, each in candidates.items()}
+        return partial(store.write_file, index, moved, statistics)
 
-    for start in range(0, len(missing), ranks.count):
-        together = missing[start : start + ranks.count]
-        before = done
+    written: dict[int, Future[dict[str, Any]]] = {}
 
-        def share(mine: Sequence[int], blocks: Sequence[int] = together) -> list[dict[str, Any]]:
-            return [make(blocks[item], len(blocks)) for item in mine]
+    def share(blocks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Make this rank's part of some blocks; the entries of those that it made before."""
+        nonlocal written
+        mine = blocks[ranks.index :: ranks.count]
+        begun = {index: writer.submit(make(index, len(blocks))) for index in mine}
+        before, written = written, begun
+        return {index: entry.result() for index, entry in before.items()}
 
-        entries = ranks.map(share, len(together))
-        for index, entry in zip(together, entries, strict=True):
-            store.enter(index, entry)
-        done = before
-        advance(sum(len(groups[index]) for index in together))
+    with ThreadPoolExecutor(1, thread_name_prefix="rco-store") as writer:
+        try:
+            for start in range(0, len(missing) + ranks.count, ranks.count):  # in the last round nothing is made
+                together = missing[start : start + ranks.count]
+                before = done
+                for entries in ranks.gather(partial(share, together)):
+                    for index, entry in entries.items():
+                        store.enter(index, entry)
+                done = before
+                advance(sum(len(groups[index]) for index in together))
+        finally:
+            # Where something failed: what was made before it need not be made again.
+            for index, on_its_way in written.items():
+                if on_its_way.exception() is None:
+                    store.enter(index, on_its_way.result())
 
 
 def _grids(plan: QuantizationPlan, info: LinearInfo) -> dict[str, Grid]:
