@@ -7,11 +7,30 @@ run them; a graph is launched at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Recording"]
+__all__ = ["Recording", "captured"]
+
+T = TypeVar("T")
+
+
+def captured(work: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Work as a graph that can be launched again, and its outputs, which every launch overwrites.
+
+    Raises:
+        RuntimeError: The work asks for something that cannot be recorded, such as a copy that the host waits for.
+        torch.OutOfMemoryError: There is not enough memory to record it.
+    """
+    work()  # once without recording: what is compiled or allocated for good is so now
+    graph = torch.cuda.CUDAGraph()
+    # The outer context: a graph is recorded on the current GPU, whichever that is, and a recording that fails would
+    # leave the host on the stream that it was made on.
+    with torch.cuda.stream(torch.cuda.current_stream(device)), torch.cuda.graph(graph):
+        outputs = work()
+    return graph, outputs
 
 
 class Recording:
@@ -25,19 +44,13 @@ class Recording:
         inputs: Tensors of the shapes that it will be replayed with.
 
     Raises:
-        RuntimeError: The work asks for something that cannot be recorded, such as a copy that the host waits for.
-        torch.OutOfMemoryError: There is not enough memory to record it.
+        RuntimeError: As for :func:`captured`.
+        torch.OutOfMemoryError: Likewise.
     """
 
     def __init__(self, work: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> None:
         self._inputs = [tensor.detach().clone() for tensor in inputs]
-        work(*self._inputs)  # once without recording: what is compiled or allocated for good is so now
-        self._graph = torch.cuda.CUDAGraph()
-        # The outer context: a graph is recorded on the current GPU, whichever that is, and a recording that fails
-        # would leave the host on the stream that it was made on.
-        here = torch.cuda.current_stream(self._inputs[0].device)
-        with torch.cuda.stream(here), torch.cuda.graph(self._graph):
-            self._outputs = work(*self._inputs)
+        self._graph, self._outputs = captured(lambda: work(*self._inputs), self._inputs[0].device)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs for other inputs; nobody waits for them, and the next replay leaves them alone."""

@@ -19,6 +19,7 @@ from rco.backends.candidates import option_label
 from rco.backends.expert_pruning import ExpertPruningBackend
 from rco.backends.plan import QuantizationPlan, make_plan
 from rco.backends.quantization import QuantizationBackend, Residency
+from rco.backends.recording import captured
 from rco.compressors.packing import PackedWeight, packed_words
 from rco.compressors.streaming import pinned
 from rco.core.problem import AllocationProblem
@@ -113,13 +114,7 @@ def as_graph(work: Callable[[], object], device: torch.device) -> Callable[[], o
     """The same work recorded once, so that many small launches are timed by what the GPU takes for them."""
     if device.type != "cuda":
         return work
-    aside: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(aside):
-        work()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.current_stream(device)), torch.cuda.graph(graph):
-        work()
+    graph, _ = captured(work, device)
     return graph.replay
 
 
