@@ -39,7 +39,8 @@ def tests(out):
         [kernels_file, "-k", "decoding"], [kernels_file, "-k", "inner"],
         [kernels_file, "-k", "not decoding and not inner"],
         ["tests/gpu/test_candidates.py", "tests/gpu/test_experts.py"],
-        ["tests/gpu/test_step.py", "tests/gpu/test_losses.py"], ["tests/gpu/test_pipeline.py"],
+        ["tests/gpu/test_step.py", "tests/gpu/test_losses.py"],
+        ["tests/gpu/test_pipeline.py", "-k", "not ranks"], ["tests/gpu/test_pipeline.py", "-k", "ranks"],
     ]  # fmt: skip
     base = [
         sys.executable,

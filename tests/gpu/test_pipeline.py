@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import rank_jobs
+from ranks import results, start_ranks
 
 from rco.cli import main
 
@@ -63,6 +65,25 @@ def test_quantize_experts(tmp_path, capsys, choice):
     if "dense" in choice:  # the one format that loads without another package
         assert main(["evaluate", str(run), "--reference", "tiny-moe", "--device", "cuda", "--sequences", "4",
                      "--length", "64", "--json"]) == 0  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        ["quantize", "tiny-llama", "--bits", "3", "--sensitivity", "4"],
+        ["prune", "tiny-moe", "--experts", "0.25"],
+    ],
+)
+def test_ranks_that_share_a_gpu_search_as_one_process_does(tmp_path, job):
+    """All that many GPUs do but being many: each rank asks for this one by its number."""
+    arguments = [*job, *SMALL, "--format", "none", "--device", "cuda:0"]
+    losses = []
+    for count in (1, 2):
+        run = tmp_path / str(count)
+        found = results(start_ranks(count, rank_jobs.command, [*arguments, "--out", str(run)], timeout=200))
+        assert [code for code, _, _ in found] == [0] * count, found
+        losses.append([json.loads(line)["loss"] for line in (run / "history.jsonl").read_text().splitlines()])
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
 def test_prune(tmp_path, capsys):
