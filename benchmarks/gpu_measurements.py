@@ -3,7 +3,8 @@
     PYTHONPATH=src python benchmarks/gpu_measurements.py OUT [part ...]
 
 Writes one JSON file per part into OUT as soon as the part is done, so that a run that is cut short keeps what
-it has. Parts: tests, kernels, gptq, jobs, step, olmoe, widths, memory, 30b, whole, short, steps50; all but the last
+it has. Parts: tests, kernels, gptq, jobs, step, olmoe, widths, memory,
+widths_memory, 30b, whole, short, steps50; all but the last
 three by default.
 """
 
@@ -159,6 +160,10 @@ def memory(out):
     return run_memory("qwen3-8b")
 
 
+def widths_memory(out):
+    return run_memory("olmoe", job="quantize")
+
+
 def olmoe(out):
     return run("olmoe", steps=12)
 
@@ -231,7 +236,7 @@ def commands(named):
 
 PARTS = {
     "tests": tests, "kernels": kernels, "gptq": gptq_block, "jobs": jobs, "step": step,
-    "olmoe": olmoe, "widths": olmoe_widths, "memory": memory, "30b": thirty_billion,
+    "olmoe": olmoe, "widths": olmoe_widths, "memory": memory, "widths_memory": widths_memory, "30b": thirty_billion,
     "whole": whole, "short": short, "steps50": steps50,
 }  # fmt: skip
 

@@ -19,9 +19,10 @@ from rco.backends.quantization import QuantizationBackend
 from rco.backends.switched import switched_model
 from rco.compressors.packing import PackedWeight, pack
 from rco.compressors.streaming import pinned
+from rco.models.moe_linears import model_linears
 from rco.models.shapes import random_model
 from rco.studies.step_bench import sampled_gates
-from rco.studies.step_cases import random_packed
+from rco.studies.step_cases import _stored_shapes, random_packed
 
 CPU = torch.device("cpu")
 
@@ -101,29 +102,54 @@ def test_originals_are_given_up_by_linears_that_never_take_them(loaded, kind):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a pretended GPU takes the real one's place")
-@pytest.mark.parametrize("widths", [(2, 4), (2, 4, 16)])
-def test_only_originals_that_nobody_holds_are_moved_to_the_host(widths, monkeypatch):
-    loaded = random_model("quick", device="cpu", dtype=torch.float32)
-    plan = make_plan(loaded.layout, loaded.layout.linears(loaded.model), widths=widths, group_size=32)
+@pytest.mark.parametrize(
+    ("shape", "settings", "gone"),
+    [
+        ("quick", {"widths": (2, 4)}, "all"),
+        ("quick", {"widths": (2, 4, 16)}, "none"),
+        ("quick-moe", {"widths": (2, 4)}, "all"),
+        ("quick-moe", {"widths": (2, 4), "locks": ["attention=16"]}, "experts"),
+        (
+            "quick-moe",
+            {"widths": (2, 4), "locks": ["model.layers.1.mlp.experts.3.*=16"]},
+            "all but layers.1.mlp",
+        ),
+        ("quick-moe", {"widths": (2, 4), "allow_prune": True}, "all but experts"),
+    ],
+)
+def test_only_originals_that_nobody_holds_are_moved_to_the_host(shape, settings, gone, monkeypatch):
+    loaded = random_model(shape, device="cpu", dtype=torch.float32)
+    linears = model_linears(loaded.layout, loaded.model)
+    plan = make_plan(loaded.layout, linears, group_size=32, **settings)
     backend = QuantizationBackend(loaded, plan, Path("unused"))
-    backend.set_packed(
-        {
-            info.name: {
-                option_label(width): random_packed(info.out_features, info.in_features, width, 32, CPU)
-                for width in (2, 4)
-            }
-            for info in plan.linears
-        }
-    )
+    packed = {
+        name: {option_label(width): random_packed(rows, cols, width, 32, CPU) for width in (2, 4)}
+        for name, (rows, cols) in _stored_shapes(plan.linears).items()
+    }
+    backend.set_packed(packed)
     moved = []
     monkeypatch.setattr(
-        "rco.backends.quantization.parked", lambda modules: nullcontext(moved.extend(modules))
+        "rco.backends.quantization.parked", lambda weights: nullcontext(moved.extend(weights))
     )
+    needed = search_memory(loaded, plan, tokens=64, dtype=torch.float32, checkpointing=False, offload=False)
     with pretend_gpu(monkeypatch):
         loaded.model.to(GPU)
+        of = {id(parameter): name for name, parameter in loaded.model.named_parameters()}
         with backend.switchable(searching=True):
             pass
-    assert moved == ([info.module for info in plan.linears] if 16 not in widths else [])
+    names = {of[id(weight)] for weight in moved}
+    everything = {f"{name}.weight" for name in packed if "experts" not in name} | {
+        n for n in packed if "experts" in n
+    }
+    kind, _, part = gone.partition(" but ")
+    wanted = {
+        "none": set(),
+        "experts": {name for name in everything if "experts" in name},
+        "all": {name for name in everything if not part or part not in name},
+    }[kind]
+    assert names == wanted
+    assert len(moved) == len(names)
+    assert needed.originals == 4 * sum(weight.numel() for weight in moved)
 
 
 def test_pruning_keeps_what_its_backward_pass_reads():

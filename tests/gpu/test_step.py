@@ -45,6 +45,21 @@ def test_resident_and_streamed_samples_agree_bit_for_bit_and_leave_the_model_alo
     assert all(torch.equal(tensor, after[name]) and after[name].is_cuda for name, tensor in before.items())
 
 
+@pytest.mark.parametrize("prune", [False, True])
+def test_experts_that_are_streamed_give_the_samples_of_resident_ones(prune, tmp_path):
+    case = experts_case(tmp_path, CUDA, torch.bfloat16, prune=prune)
+    found = []
+    for memory in ("resident", "offload"):
+        case.backend.memory, case.backend._packed = memory, None
+        with case.backend.objective(case.data) as objective:
+            requests = [(gates, batch) for batch, gates in enumerate(sampled_gates(case, 4))]
+            answers = [objective.enqueue(*request) for _ in range(2) for request in requests]
+            found.append([answer() for answer in answers])
+    for (loss, gradient), (expected, slope) in zip(*found, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        torch.testing.assert_close(gradient, slope, rtol=1e-4, atol=1e-7)
+
+
 def test_gradients_are_those_of_the_cpu_in_float32():
     case = make_case("quick", CUDA, length=64, group=32)
     with sample_of(case) as work:
@@ -63,7 +78,10 @@ def any_case(kind, tmp_path):
         return make_case(kind, CUDA, length=96, group=32)
     if kind == "streamed":
         return make_case("quick", CUDA, length=96, group=32, memory="offload")
-    return experts_case(tmp_path, CUDA, torch.bfloat16, prune=kind == "experts-pruned")
+    case = experts_case(tmp_path, CUDA, torch.bfloat16, prune=kind == "experts-pruned")
+    if kind == "experts-streamed":
+        case.backend.memory, case.backend._packed = "offload", None
+    return case
 
 
 @contextmanager
@@ -84,7 +102,9 @@ def watch_for_waiting(mode):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("kind", ["quick", "streamed", "experts", "experts-pruned", "quick-moe"])
+@pytest.mark.parametrize(
+    "kind", ["quick", "streamed", "experts", "experts-pruned", "experts-streamed", "quick-moe"]
+)
 def test_the_samples_of_a_step_are_launched_without_waiting(kind, checkpointing, tmp_path):
     case = any_case(kind, tmp_path)
     case.backend.checkpointing = checkpointing

@@ -9,13 +9,15 @@ from rco.models.shapes import random_model
 from rco.studies.step_cases import Case, random_tokens
 
 
-def experts_case(folder, device, dtype, *, prune, length=96, shape="quick-moe", group=32, layers=None):
+def experts_case(
+    folder, device, dtype, *, prune, length=96, shape="quick-moe", group=32, layers=None, widths=(2, 4, 16)
+):
     """Experts at 2, 4 or 16 bits that may be pruned or not, three bits on average."""
     loaded = random_model(shape, device=device, dtype=dtype, layers=layers)
     plan = make_plan(
         loaded.layout,
         model_linears(loaded.layout, loaded.model),
-        widths=(2, 4, 16),
+        widths=widths,
         group_size=group,
         symmetric=False,
         allow_prune=prune,

@@ -30,7 +30,7 @@ from rco.models.moe_hessians import ExpertHessians
 from rco.models.moe_linears import ExpertLinear
 from rco.store import CandidateStore
 
-__all__ = ["CandidateSettings", "build_candidates", "candidate_identity", "option_label"]
+__all__ = ["CandidateSettings", "build_candidates", "candidate_identity", "candidate_name", "option_label"]
 
 Method = Literal["gptq", "rtn"]
 
@@ -59,6 +59,11 @@ def option_label(width: int) -> str:
     return str(width)
 
 
+def candidate_name(info: LinearInfo) -> str:
+    """What a linear's candidates are called in a store; those of a layer's experts are stacked."""
+    return info.stored_in if isinstance(info, ExpertLinear) else info.name
+
+
 def candidate_identity(
     loaded: LoadedModel,
     plan: QuantizationPlan,
@@ -68,7 +73,7 @@ def candidate_identity(
 ) -> dict[str, object]:
     """Everything the candidates depend on; two runs share a store only if all of it agrees."""
     # The experts of a layer are one entry, under the name of their stacked tensor.
-    names = [info.stored_in if isinstance(info, ExpertLinear) else info.name for info in plan.linears]
+    names = [candidate_name(info) for info in plan.linears]
     identity: dict[str, object] = {
         "model": loaded.fingerprint,
         "data": calibration.fingerprint if settings.method == "gptq" else None,
@@ -213,7 +218,9 @@ def build_candidates(
 
     with ThreadPoolExecutor(1, thread_name_prefix="rco-store") as writer:
         try:
-            for start in range(0, len(missing) + ranks.count, ranks.count):  # in the last round nothing is made
+            for start in range(
+                0, len(missing) + ranks.count, ranks.count
+            ):  # in the last round nothing is made
                 together = missing[start : start + ranks.count]
                 before = done
                 for entries in ranks.gather(partial(share, together)):

@@ -11,6 +11,7 @@ from rco.backends.bit_costs import EXPERT_ROLES
 from rco.backends.plan import LEAVE_ALONE, QuantizationPlan
 from rco.backends.switched import expert_options, option_list
 from rco.compressors.packing import PackedWeight
+from rco.compressors.streaming import OptionStream
 from rco.models.moe import MoELayer
 from rco.models.moe_linears import sparse_layers
 from rco.models.moe_sensitivity import SharedOptions, layer_output_errors
@@ -25,6 +26,7 @@ def layer_errors(
     batches: Iterable[tuple[Tensor, Tensor]],
     *,
     experts_only: bool,
+    stream: OptionStream | None = None,
 ) -> Tensor:
     """(N, K) L2 norm of what a group's option does to the output of its layer, its members one at a time, summed.
 
@@ -34,6 +36,7 @@ def layer_errors(
         packed: Candidates as the store gives them.
         batches: Token ids, and a mask that says which of them count.
         experts_only: Groups outside experts must be locked.
+        stream: Brings the candidates of experts from host memory, where they then are.
 
     Raises:
         ValueError: They are not.
@@ -45,7 +48,7 @@ def layer_errors(
             f"Layer-output sensitivities are those of experts; {len(others)} other groups, such as "
             f"{others[0].name}, have a choice: lock them ({locks})."
         )
-    options, rows = expert_options(plan, packed, plan.widths)
+    options, rows = expert_options(plan, packed, plan.widths, stream=stream)
     shared, shared_rows = _shared_options(plan, sparse_layers(model), packed, plan.widths)
     found, found_shared = layer_output_errors(model, options, batches, shared)
     table = torch.zeros(len(plan.groups), len(plan.widths), dtype=torch.float64)

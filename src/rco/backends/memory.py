@@ -103,17 +103,15 @@ def search_memory(
     """
     width = dtype.itemsize
     parameters = sum(p.numel() for p in loaded.model.parameters())
-    own = sum(info.parameters for info in plan.packed_alone if info.role not in ("head", EXPERT_ROLE))
+    own = sum(info.parameters for info in plan.packed_alone if info.role != "head")
     per_linear = {
         info.name: sum(stored_bits(info, plan.scheme(info, w)) for w in plan.packed_widths) // 8
         for info in plan.linears
     }
     candidates = sum(per_linear.values())
     if offload:
-        # Experts are chosen one by one, and stay.
-        experts = {info.name for info in plan.linears if info.role == EXPERT_ROLE}
-        streamed = [size for name, size in per_linear.items() if name not in experts]
-        candidates += STREAM_SLOTS * max(streamed, default=0) - sum(streamed)
+        fetched = (sum(per_linear[info.name] for info in members) for members in plan.fetched_together)
+        candidates = STREAM_SLOTS * max(fetched, default=0)
     # The probe computes in the type that the model has now.
     probe = _saved_with_gates if plan.experts else saved_bytes_per_token
     saved = int(probe(loaded, plan.linears) * tokens * width / loaded.dtype.itemsize)

@@ -87,10 +87,33 @@ class QuantizationPlan:
 
     @property
     def packed_alone(self) -> tuple[LinearInfo, ...]:
-        """The linears that have no option but packed ones: a search never reads their original weights."""
+        """The linears that have no option but packed ones: a search never reads their original weights.
+
+        The experts of a layer are one tensor, and among them only if that holds for all of them.
+        """
+        read = {
+            member.layer.index
+            for group in self.groups
+            if LEAVE_ALONE in group.widths or PRUNED in group.widths
+            for member in group.members
+            if isinstance(member, ExpertLinear)
+        }
         return tuple(
-            member for group in self.groups if LEAVE_ALONE not in group.widths for member in group.members
+            member
+            for group in self.groups
+            if LEAVE_ALONE not in group.widths
+            for member in group.members
+            if not (isinstance(member, ExpertLinear) and member.layer.index in read)
         )
+
+    @property
+    def fetched_together(self) -> list[list[LinearInfo]]:
+        """The linears whose options a layer needs at once: each by itself, and all experts of a layer."""
+        found: dict[str, list[LinearInfo]] = {}
+        for info in self.linears:
+            owner = info.layer.experts_name if isinstance(info, ExpertLinear) else info.name
+            found.setdefault(owner, []).append(info)
+        return list(found.values())
 
     @property
     def experts(self) -> tuple[ExpertLinear, ...]:

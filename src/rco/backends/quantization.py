@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rco.backends.base import Backend, Budget
 from rco.backends.bit_costs import BitCosts, Count, Visits, routing_visits
@@ -20,6 +20,7 @@ from rco.backends.candidates import (
     blocks_of,
     build_candidates,
     candidate_identity,
+    candidate_name,
 )
 from rco.backends.deployment import chosen_weights, deploy, written_names
 from rco.backends.layer_errors import layer_errors
@@ -28,7 +29,7 @@ from rco.backends.option_errors import recorded_errors, weight_errors
 from rco.backends.plan import QuantizationPlan
 from rco.backends.switched import SwitchedModel, switched_model
 from rco.compressors.packing import PackedWeight
-from rco.compressors.streaming import OptionStream, pinned
+from rco.compressors.streaming import OptionStream, pinned_together
 from rco.core.problem import Allocation, AllocationProblem, InfeasibleBudgetError
 from rco.data.calibration import CalibrationSet
 from rco.distributed import Ranks
@@ -36,7 +37,7 @@ from rco.losses import Head
 from rco.models.gating import checkpointed_blocks, parked
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
-from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear, model_linears
+from rco.models.moe_linears import ExpertLinear, model_linears, stacked_parameters
 from rco.models.precision import computing_in, default_compute_dtype
 from rco.models.spread import on_one_gpu
 from rco.store import CandidateStore, StoreMismatchError
@@ -234,21 +235,15 @@ class QuantizationBackend(Backend):
         if self._packed is None:
             store = self._built()
             places: dict[str, torch.device] = {}
-            streamed: set[str] = set()
             for info in self.plan.linears:
-                if isinstance(info, ExpertLinear):
-                    places[info.stored_in] = info.weight.device
-                elif self.memory == "resident":
-                    places[info.name] = info.weight.device
-                else:
-                    places[info.name] = torch.device("cpu")
-                    streamed.add(info.name)
-            self._packed = {
-                name: dict(zip(options, pinned(list(options.values())), strict=True))
-                if name in streamed
-                else options
-                for name, options in store.load_all(places).items()
-            }
+                home = info.weight.device if self.memory == "resident" else torch.device("cpu")
+                places[candidate_name(info)] = home
+            loaded = store.load_all(places)
+            if self.memory == "offload":
+                for members in self.plan.fetched_together:
+                    names = dict.fromkeys(candidate_name(info) for info in members)
+                    loaded |= pinned_together({name: loaded[name] for name in names})
+            self._packed = loaded
         return self._packed
 
     def set_packed(self, packed: Mapping[str, Mapping[str, PackedWeight]]) -> None:
@@ -285,6 +280,7 @@ class QuantizationBackend(Backend):
                 self.packed(),
                 ((part.tokens, part.mask) for part in calibration.batches(self.settings.batch_size)),
                 experts_only=experts_only,
+                stream=self._stream(),
             )
 
     # --------------------------------------------------------------- the model
@@ -309,7 +305,7 @@ class QuantizationBackend(Backend):
                     self.plan,
                     self.packed(),
                     original=original,
-                    stream=OptionStream(self.loaded.device) if self.memory == "offload" else None,
+                    stream=self._stream(),
                 )
             )
             if searching:
@@ -319,6 +315,9 @@ class QuantizationBackend(Backend):
                 stack.enter_context(checkpointed_blocks(blocks))
             yield switched
 
+    def _stream(self) -> OptionStream | None:
+        return OptionStream(self.loaded.device) if self.memory == "offload" else None
+
     @contextmanager
     def _without_originals(self) -> Iterator[None]:
         """Inside a switched model on one GPU: original weights in host memory, as packed options alone are read."""
@@ -327,12 +326,14 @@ class QuantizationBackend(Backend):
             return
         # What another module holds too (a tied embedding) stays, and so does the reference's output layer.
         held = {parameter.data_ptr() for parameter in self.loaded.model.parameters()}
-        unshared = [
-            info.module
-            for info in self.plan.packed_alone
-            if info.role not in ("head", EXPERT_ROLE) and info.weight.data_ptr() not in held
-        ]
-        with parked(unshared):
+        weights: dict[int, nn.Parameter] = {}
+        for info in self.plan.packed_alone:
+            if isinstance(info, ExpertLinear):
+                weights |= {id(weight): weight for weight in stacked_parameters(info.layer)}
+            elif info.role != "head" and info.weight.data_ptr() not in held:
+                module: Any = info.module
+                weights[id(module.weight)] = module.weight
+        with parked(weights.values()):
             yield
 
     def present_head(self) -> Head:

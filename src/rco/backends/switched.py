@@ -123,7 +123,7 @@ def switched_model(
         plan: Groups and widths, the columns of the gates.
         packed: Candidates as the store gives them.
         original: The gates have one more column at the end, for the original weights, which every group may take.
-        stream: Brings the candidates of linears from host memory, where they then are.
+        stream: Brings the candidates from host memory, where they then are.
     """
     columns: list[int] = [*plan.widths, *([LEAVE_ALONE] if original else [])]
     wanted = np.array([[w in group.widths for w in plan.widths] for group in plan.groups])
@@ -136,7 +136,7 @@ def switched_model(
                 options = _without_original(option_list(packed[info.name], columns), wanted[row])
                 modules[info.name] = make_switchable(info.module, options, stream)
                 rows[info.name] = row
-    experts, expert_rows = expert_options(plan, packed, columns)
+    experts, expert_rows = expert_options(plan, packed, columns, wanted=wanted, stream=stream)
     with ExitStack() as stack:
         linears = stack.enter_context(switchable_model(model, modules, stream=stream))
         handle = None
@@ -146,7 +146,12 @@ def switched_model(
 
 
 def expert_options(
-    plan: QuantizationPlan, packed: Mapping[str, Mapping[str, PackedWeight]], columns: Sequence[int]
+    plan: QuantizationPlan,
+    packed: Mapping[str, Mapping[str, PackedWeight]],
+    columns: Sequence[int],
+    *,
+    wanted: np.ndarray | None = None,
+    stream: OptionStream | None = None,
 ) -> tuple[dict[int, ExpertOptions], dict[int, np.ndarray]]:
     """The experts of every sparse layer that has a choice, and the rows (experts, 3) of its gates.
 
@@ -154,6 +159,9 @@ def expert_options(
         plan: Groups and widths.
         packed: Candidates as the store gives them.
         columns: Width of every option.
+        wanted: (N, K) options that a group may take; layers then let go of original weights that none of their
+            experts may take. None: all may.
+        stream: As for :func:`switched_model`.
     """
     layers: dict[int, MoELayer] = {}
     rows: dict[int, np.ndarray] = {}
@@ -165,15 +173,17 @@ def expert_options(
                 places[info.expert, _PARTS[info.projection]] = row
                 if group.widths != (LEAVE_ALONE,):
                     layers[index] = info.layer
-    options = {
-        index: ExpertOptions(
-            layer,
-            option_list(packed[f"{layer.experts_name}.gate_up_proj"], columns),
-            option_list(packed[f"{layer.experts_name}.down_proj"], columns),
-            pruned=columns.index(PRUNED) if PRUNED in columns else None,
-        )
-        for index, layer in layers.items()
-    }
+    options = {}
+    for index, layer in layers.items():
+        stacks = [
+            option_list(packed[f"{layer.experts_name}.{stack}"], columns)
+            for stack in ("gate_up_proj", "down_proj")
+        ]
+        if wanted is not None:
+            taken = wanted[np.unique(rows[index])].any(axis=0)
+            stacks = [_without_original(stack, taken) for stack in stacks]
+        pruned = columns.index(PRUNED) if PRUNED in columns else None
+        options[index] = ExpertOptions(layer, *stacks, pruned=pruned, stream=stream)
     return options, {index: rows[index] for index in options}
 
 

@@ -1,13 +1,14 @@
 """Options that live in host memory and come to the GPU when a layer needs them, a little ahead of time.
 
 A search asks for the same options in the same order in every sample: the chosen one of each layer in the forward
-pass, all of each layer in the backward pass. :class:`OptionStream` remembers that order and copies what comes next
+pass, all of each layer in the backward pass (of experts, each of which has its own choice, all in both).
+:class:`OptionStream` remembers that order and copies what comes next
 on a stream of its own while the present layer computes. Device memory is a few buffers, whatever the model's size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from rco.compressors.packing import PackedWeight
 
-__all__ = ["STREAM_SLOTS", "OptionStream", "StreamedOptions", "pinned"]
+__all__ = ["STREAM_SLOTS", "OptionStream", "StreamedOptions", "pinned", "pinned_together"]
 
 Option = PackedWeight | Tensor
 
@@ -44,6 +45,7 @@ class OptionStream:
         self._layers: list[StreamedOptions] = []
         self._order: list[tuple[int, bool]] = []  # layer and whether all options were asked for, as last seen
         self._position = 0
+        self._latest: _Request | None = None  # what was fetched last, and is still there
         self._copies: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._slots: list[Tensor | None] = [None] * STREAM_SLOTS
         self._arrived: dict[int, tuple[_Request, torch.cuda.Event]] = {}  # by position
@@ -58,7 +60,7 @@ class OptionStream:
     def restart(self) -> None:
         """Begin a pass; to be called when other options have been chosen, so that the first are under way."""
         # What was fetched for positions that were never reached belongs to the previous choices.
-        self._position = 0
+        self._position, self._latest = 0, None
         self._arrived.clear()
         if self._order:
             self._leave(-1)
@@ -68,7 +70,9 @@ class OptionStream:
     def fetch(self, layer: int, option: int | None) -> list[PackedWeight | None]:
         """The packed options asked for, on the device, valid until the request after the next; others None."""
         position, request = self._position, _Request(layer, option)
-        self._position += 1
+        if request == self._latest:
+            return self._layers[layer].views(self._slot(position - 1), option)
+        self._position, self._latest = position + 1, request
         self._leave(position - 1)
         if self._arrived.get(position, (None,))[0] != request:
             self._copy(position, request)
@@ -217,6 +221,14 @@ def pinned(options: Sequence[PackedWeight]) -> list[PackedWeight]:
         zeros = copies[2] if option.zeros is not None else None
         moved.append(replace(option, packed=copies[0], scales=copies[1], zeros=zeros))
     return moved
+
+
+def pinned_together(
+    options: Mapping[str, Mapping[str, PackedWeight]],
+) -> dict[str, dict[str, PackedWeight]]:
+    """The same by the names of weights and options, all in one buffer: what a layer fetches at once."""
+    moved = iter(pinned([option for listed in options.values() for option in listed.values()]))
+    return {name: {label: next(moved) for label in listed} for name, listed in options.items()}
 
 
 def _parts(weight: PackedWeight) -> list[Tensor]:

@@ -217,15 +217,14 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def parked(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Keep the weights of some linears in host memory meanwhile: a search over packed options never reads them.
+def parked(weights: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Keep some weights in host memory meanwhile: a search over packed options never reads them.
 
     Weights that other modules share (a tied output layer) must not be among them.
     """
     homes: list[tuple[nn.Parameter, torch.device]] = []
     try:
-        for module in modules:
-            weight: Any = module.weight
+        for weight in weights:
             homes.append((weight, weight.device))
             weight.data = weight.data.to("cpu")
         yield

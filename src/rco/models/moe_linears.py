@@ -23,6 +23,7 @@ __all__ = [
     "model_linears",
     "original_stacks",
     "sparse_layers",
+    "stacked_parameters",
 ]
 
 Projection = Literal["gate", "up", "down"]
@@ -92,6 +93,12 @@ def original_stacks(layer: MoELayer) -> tuple[Tensor, Tensor]:
         )
     up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
     return _matrices(layer, up, False), _matrices(layer, down, True)
+
+
+def stacked_parameters(layer: MoELayer) -> tuple[nn.Parameter, nn.Parameter]:
+    """The parameters that hold a layer's experts."""
+    experts: Any = layer.experts
+    return experts.gate_up_proj, experts.down_proj
 
 
 def _matrices(layer: MoELayer, stacked: Tensor, down: bool) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rco.compressors.packing import PackedWeight
 from rco.compressors.stacks import ChosenSegments, decode_segments
+from rco.compressors.streaming import OptionStream, StreamedOptions
 from rco.compressors.switchable import LayerOptions, WeightBuffer
 from rco.core.transfer import send
 from rco.models.moe import MoELayer
@@ -41,6 +42,7 @@ class ExpertOptions:
         pruned: Index of the option that takes an expert out. It decodes as the layer's own weights: what the
             expert would say if it came back.
         buffer: Memory for the dense weights of one layer, usually shared by all.
+        stream: Brings the packed options of both stacks from host memory, where they then are.
     """
 
     def __init__(
@@ -51,11 +53,14 @@ class ExpertOptions:
         *,
         pruned: int | None = None,
         buffer: WeightBuffer | None = None,
+        stream: OptionStream | None = None,
     ) -> None:
         self.layer, self.pruned = layer, pruned
         self.buffer = buffer if buffer is not None else WeightBuffer()
         self.up, self.down = tuple(up), tuple(down)
-        self._own = expert_weights(layer.experts)
+        own = expert_weights(layer.experts)
+        # Not the weights themselves: where packed options alone are read, they may leave the device.
+        self.device, self._activate, self._biases = own.up.device, own.activate, (own.up_bias, own.down_bias)
         self._remembered: tuple[list[tuple[int, torch.dtype]], list[LayerOptions]] | None = None
         stacks = original_stacks(layer)
         for name, options, stack in (("up", self.up, stacks[0]), ("down", self.down, stacks[1])):
@@ -66,6 +71,9 @@ class ExpertOptions:
                         f"Option {index} of the {name} projections of {layer.name} is {tuple(option.shape)}, the "
                         f"layer needs {shape}."
                     )
+        self._streamed: StreamedOptions | None = None
+        if stream is not None:
+            self._streamed = stream.add([option for option in (*self.up, *self.down) if option is not None])
         if len(self.up) != len(self.down) or not self.up:
             raise ValueError(
                 f"Up and down projections need the same options, at least one; got {len(self.up)} and "
@@ -76,11 +84,6 @@ class ExpertOptions:
     def num_options(self) -> int:
         """K."""
         return len(self.up)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the layer is."""
-        return self._own.up.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,50 +97,54 @@ class ExpertOptions:
 
     def follows_places(self, dtype: torch.dtype) -> bool:
         """Whether choices may be numbers on the device alone, the layer computing in a type."""
-        return not self._reorders_own() and all(
-            known.chosen_decoder(dtype) is not None for known in self._known()
-        )
+        if self._streamed is not None or self._reorders_own():
+            return False
+        return all(known.chosen_decoder(dtype) is not None for known in self._known())
 
     def decode(self, placed: PlacedChoices) -> ExpertWeights:
         """The weights with every gate, up and down at its option; valid until the buffer is used again."""
-        dense = []
-        stacks = zip(original_stacks(self.layer), self._known(), (placed.up, placed.down), strict=True)
-        for slot, (stack, known, chosen) in enumerate(stacks):
-            experts, parts, rows, columns = stack.shape
-            shape = (experts, parts * rows, columns)
-            if isinstance(chosen, ChosenSegments) and self._all_own(slot, chosen) and stack.is_contiguous():
-                dense.append(stack.reshape(shape))
+        dense, dtype = [], self.dtype
+        both = zip((self.up, self.down), self._known(), (placed.up, placed.down), strict=True)
+        for slot, (options, known, chosen) in enumerate(both):
+            if isinstance(chosen, ChosenSegments) and all(options[k] is None for k in chosen.options):
+                dense.append(original_stacks(self.layer)[slot].flatten(1, 2))
                 continue
-            out = self.buffer.take(known.shape, stack.dtype, stack.device, slot=slot)
+            out = self.buffer.take(known.shape, dtype, self.device, slot=slot)
             if isinstance(chosen, ChosenSegments):
                 decode_segments(known.listed, chosen, out)
             else:
-                decode = known.chosen_decoder(stack.dtype)
+                decode = known.chosen_decoder(dtype)
                 if decode is None:
                     raise ValueError(
-                        f"No kernel decodes the experts of {self.layer.name} to {stack.dtype} by choices on "
-                        f"{stack.device}; place the choices with PlacedChoices.of."
+                        f"No kernel decodes the experts of {self.layer.name} to {dtype} by choices on "
+                        f"{self.device}; place the choices with PlacedChoices.of."
                     )
                 decode(chosen, out)
-            dense.append(out.view(shape))
+            dense.append(out.view(self.layer.num_experts, -1, known.shape[1]))
         return self._arranged(*dense)
-
-    def _all_own(self, slot: int, chosen: ChosenSegments) -> bool:
-        return all((self.up, self.down)[slot][k] is None for k in chosen.options)
 
     def _known(self) -> list[LayerOptions]:
         """Both stacks with the layer's own weights in their place, and what is worked out about them once."""
         stacks = original_stacks(self.layer)
-        own = [(stack.data_ptr(), stack.dtype) for stack in stacks]
-        if self._remembered is not None and self._remembered[0] == own:
+        options = [self.up, self.down]
+        read = [
+            (stack.data_ptr(), stack.dtype)
+            for stack, listed in zip(stacks, options, strict=True)
+            if None in listed
+        ]
+        if self._remembered is not None and self._remembered[0] == read:
             return self._remembered[1]
+        if self._streamed is not None:
+            arrived = (option for option in self._streamed.all() if isinstance(option, PackedWeight))
+            options = [tuple(None if o is None else next(arrived) for o in listed) for listed in options]
         made = []
-        for options, stack in zip((self.up, self.down), stacks, strict=True):
-            there = stack.reshape(-1, stack.shape[3]) if None in options else stack
-            listed = [there if option is None else option for option in options]
-            made.append(LayerOptions(listed, stack.shape[0] * stack.shape[1]))
-        if not self._reorders_own():  # else there is a dense copy among them, which is not to be kept
-            self._remembered = own, made
+        for listed, stack in zip(options, stacks, strict=True):
+            there = stack.reshape(-1, stack.shape[3]) if None in listed else stack
+            filled = [there if option is None else option for option in listed]
+            made.append(LayerOptions(filled, stack.shape[0] * stack.shape[1]))
+        # Not what is elsewhere the next time, nor a dense copy.
+        if self._streamed is None and not self._reorders_own():
+            self._remembered = read, made
         return made
 
     def _reorders_own(self) -> bool:
@@ -147,13 +154,14 @@ class ExpertOptions:
 
     def _arranged(self, up: Tensor, down: Tensor) -> ExpertWeights:
         """Stacks (experts, out, in) as weights that multiply from the right, biases and activation to match."""
-        own, interleaved = self._own, self.layer.architecture.interleaved
+        activate, (up_bias, down_bias) = self._activate, self._biases
+        interleaved = self.layer.architecture.interleaved
         return ExpertWeights(
             up.transpose(1, 2),
             down.transpose(1, 2),
-            _in_order(own.up_bias) if interleaved else own.up_bias,
-            own.down_bias,
-            (lambda both: own.activate(_alternating(both))) if interleaved else own.activate,
+            _in_order(up_bias) if interleaved else up_bias,
+            down_bias,
+            (lambda both: activate(_alternating(both))) if interleaved else activate,
         )
 
     def products(self, up: Tensor, down: Tensor, wanted: tuple[bool, ...]) -> Tensor:

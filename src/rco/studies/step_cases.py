@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 
 from rco.backends.base import Budget
-from rco.backends.candidates import option_label
+from rco.backends.candidates import candidate_name, option_label
 from rco.backends.expert_pruning import ExpertPruningBackend
-from rco.backends.plan import QuantizationPlan, make_plan
+from rco.backends.plan import make_plan
 from rco.backends.quantization import QuantizationBackend, Residency
 from rco.backends.recording import captured
 from rco.compressors.packing import PackedWeight, packed_words
-from rco.compressors.streaming import pinned
+from rco.compressors.streaming import pinned_together
 from rco.core.problem import AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.models.gating import checkpointed_blocks
+from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
-from rco.models.moe_linears import ExpertLinear, model_linears
+from rco.models.moe_linears import model_linears
 from rco.models.shapes import random_model, shape_settings
 
 __all__ = [
@@ -183,21 +184,24 @@ def make_case(
     backend = QuantizationBackend(loaded, plan, Path("unused"), checkpointing=checkpointing, memory=memory)
     if packed is None:
         made: dict[str, dict[str, PackedWeight]] = {}
-        for name, (rows, cols) in _stored_shapes(plan).items():
-            options = [random_packed(rows, cols, width, group, device) for width in WIDTHS]
-            if backend.memory == "offload":
-                options = pinned(options)
-            made[name] = {option_label(width): option for width, option in zip(WIDTHS, options, strict=True)}
+        for members in plan.fetched_together:
+            options = {
+                name: {
+                    option_label(width): random_packed(rows, cols, width, group, device) for width in WIDTHS
+                }
+                for name, (rows, cols) in _stored_shapes(members).items()
+            }
+            made |= pinned_together(options) if backend.memory == "offload" else options
         packed = made
     backend.set_packed(packed)
     return Case(loaded, backend, backend.problem(Budget.parse(bits="4")), data)
 
 
-def _stored_shapes(plan: QuantizationPlan) -> dict[str, tuple[int, int]]:
-    """What a store of candidates holds: the linears, and the experts of a layer below each other."""
+def _stored_shapes(linears: Sequence[LinearInfo]) -> dict[str, tuple[int, int]]:
+    """What a store of their candidates holds: linears, and the experts of a layer below each other."""
     found: dict[str, tuple[int, int]] = {}
-    for info in plan.linears:
-        name = info.stored_in if isinstance(info, ExpertLinear) else info.name
+    for info in linears:
+        name = candidate_name(info)
         found[name] = found.get(name, (0, 0))[0] + info.out_features, info.in_features
     return found
 
