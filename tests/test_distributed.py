@@ -1,6 +1,7 @@
 """Work spread over ranks gives what one process gives; a rank that fails or dies ends the job with a message."""
 
 import inspect
+import json
 import signal
 import time
 from pathlib import Path
@@ -48,6 +49,18 @@ def test_a_failure_is_told_to_all_with_its_rank():
             "RankLostError",
             "Rank 1 of 3 failed: ValueError: no room on this device",
         )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_costs_no_block_that_any_had_written(tmp_path, rank):
+    found = start_ranks(2, rank_jobs.fail_at_a_block, tmp_path / "store", rank, 2)
+    assert found[rank][1][:2] == ("MemoryError", "no room for another block")
+    assert found[1 - rank][1][:2] == (
+        "RankLostError",
+        f"Rank {rank} of 2 failed: MemoryError: no room for another block",
+    )
+    manifest = json.loads((tmp_path / "store" / "manifest.json").read_text())
+    assert {"0", "1", "2", "3"} <= manifest["blocks"].keys()  # two rounds of two were over
 
 
 @pytest.mark.parametrize("items", [0, 2, 7])

@@ -21,10 +21,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-# Before any team is joined: functions of this module take the team of the moment as a default, and would hold it to
-# the end of the process. Its threads would then run into the end of the interpreter, which can abort the process.
-import torch.distributed.nn.functional
-
 from rco.core import evaluation
 from rco.core.evaluation import Request
 from rco.core.protocols import Objective, selection_objective
@@ -162,6 +158,10 @@ def join(timeout: float = 30.0) -> Iterator[Ranks]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
         return
+    # Before the team is there: functions of this module take the team of the moment as a default, and would hold it
+    # to the end of the process. Its threads would then run into the end of the interpreter, which can abort it.
+    import torch.distributed.nn.functional  # noqa: F401
+
     with _talking():
         dist.init_process_group("gloo", timeout=timedelta(minutes=timeout))
     try:

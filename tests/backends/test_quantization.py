@@ -1,6 +1,9 @@
 """The quantization backend on small random models: exact budgets, gradients, restoration, heads."""
 
 import json
+import signal
+import threading
+import time
 from dataclasses import replace
 from fractions import Fraction
 
@@ -43,6 +46,23 @@ def make_backend(folder, model_type="llama", dtype=torch.float32, model_argument
     data = text(model.config.vocab_size)
     backend.prepare(data)
     return backend, data
+
+
+def test_an_interruption_while_the_disk_is_slow_costs_no_block_that_was_made(tmp_path, monkeypatch):
+    write, begun = CandidateStore._write_file, []
+
+    def slowly(store, path, index, tensors):
+        begun.append(index)
+        if index == 1:  # by now the third is being made, and then waits for this one
+            threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+            time.sleep(1.0)
+        write(store, path, index, tensors)
+
+    monkeypatch.setattr(CandidateStore, "_write_file", slowly)
+    with pytest.raises(KeyboardInterrupt):
+        make_backend(tmp_path, model_arguments={"num_hidden_layers": 4})
+    manifest = json.loads((tmp_path / "store" / "manifest.json").read_text())
+    assert sorted(manifest["blocks"]) == [str(index) for index in begun] == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("fails_at", ["making", "writing"])

@@ -10,7 +10,7 @@ from rco.compressors.packing import inner_products
 from rco.compressors.stacks import decode_segments, stack_rows
 from rco.models.moe import moe_layers
 from rco.models.moe_linears import original_stacks
-from rco.models.moe_switch import ExpertOptions, switchable_experts
+from rco.models.moe_switch import ExpertOptions, PlacedChoices, switchable_experts
 from rco.models.moe_tiny import TINY_MOE_NAMES, tiny_moe, tiny_tokens
 
 WIDTHS = (2, 3, 5)
@@ -180,3 +180,50 @@ def test_stacks_decode_and_multiply_like_their_matrices(dtype, symmetric):
         assert torch.equal(stacks[1].rows(6 * e, 6 * e + 6).codes(), each[e][1].codes())
     with pytest.raises(ValueError, match="equal height"):
         inner_products(gradient, stacks, segments=4)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_own_weights_are_copied_only_where_somebody_reads_them_in_another_order(name, monkeypatch):
+    """Those of gpt-oss lie in another order than its options."""
+    model = double(name)
+    options, _, _ = make_options(model)
+    layer = next(iter(options.values()))
+    experts, own = layer.layer.num_experts, layer.num_options - 1
+    copied = []
+    reshape = torch.Tensor.reshape
+
+    def watched(tensor, *shape):
+        found = reshape(tensor, *shape)
+        if tensor.ndim == 4 and found.data_ptr() != tensor.data_ptr():
+            copied.append(tensor.shape)
+        return found
+
+    monkeypatch.setattr(torch.Tensor, "reshape", watched)
+    mixed = np.zeros((experts, 3), dtype=np.int64)
+    decoded = layer.decode(PlacedChoices.of(mixed, torch.device("cpu")))
+    up, down = (torch.zeros_like(part.transpose(1, 2)) for part in (decoded.up, decoded.down))
+    layer.products(up, down, (True,) * own + (False,))
+    assert copied == []
+    mixed[0] = own
+    decoded = layer.decode(PlacedChoices.of(mixed, torch.device("cpu")))
+    assert len(copied) == (2 if name == "gpt_oss" else 0)
+    full = layer.own()
+    assert torch.equal(decoded.up[0], full.up[0])
+    assert torch.equal(decoded.down[0], full.down[0])
+    assert not torch.equal(decoded.up[1], full.up[1])
+
+
+def test_experts_that_all_keep_their_own_weights_are_not_decoded():
+    model = double("qwen3_moe")
+    options, rows, count = make_options(model)
+    with switchable_experts(model, options, rows) as switched:
+        for layer in options.values():
+            layer.follows_places = lambda dtype: True  # as on a GPU
+        own = next(iter(options.values())).num_options - 1
+        gates = torch.nn.functional.one_hot(torch.full((count,), own), own + 1).double()
+        switched.set_gates(gates, [own] * count)
+        with torch.no_grad():
+            found = model(torch.arange(12).view(1, -1)).logits
+        assert all(layer.buffer.nbytes == 0 for layer in options.values())
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(torch.arange(12).view(1, -1)).logits)

@@ -163,3 +163,31 @@ def command(arguments, dies_at=None):
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(list(arguments))
     return code, out.getvalue(), err.getvalue()
+
+
+def fail_at_a_block(folder, rank, blocks):
+    """Candidates of six blocks; one rank fails when it has made so many."""
+    from rco.backends import candidates
+    from rco.backends.candidates import CandidateSettings
+    from rco.backends.plan import make_plan
+    from rco.backends.quantization import QuantizationBackend
+    from rco.models.loading import wrap_model
+    from rco.models.tiny import tiny_model
+    from rco.studies.step_cases import random_tokens
+
+    with join(timeout=5.0) as ranks:
+        loaded = wrap_model(tiny_model("llama", num_hidden_layers=6))
+        linears = loaded.layout.linears(loaded.model)
+        plan = make_plan(loaded.layout, linears, widths=(2, 4), group_size=None)
+        quantize, made = candidates.quantize_matrix, [0]
+
+        def failing(*arguments):
+            made[0] += 1
+            if ranks.index == rank and made[0] > blocks * len(linears) // 6:
+                raise MemoryError("no room for another block")
+            return quantize(*arguments)
+
+        candidates.quantize_matrix = failing
+        settings = CandidateSettings(method="rtn", clip="minmax")
+        backend = QuantizationBackend(loaded, plan, folder, settings=settings, ranks=ranks)
+        backend.prepare(random_tokens(loaded, 2, 16))

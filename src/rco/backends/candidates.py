@@ -1,4 +1,4 @@
-"""Every linear at every width, built block by block and written to the store as each block is done.
+"""Every linear at every width, built block by block; a block is written to the store while the next is made.
 
 One Hessian per distinct input serves all widths. Blocks see the full model's hidden states: the candidates belong
 to no particular allocation, so one store serves every budget.
@@ -22,7 +22,7 @@ from rco.compressors.grid import Grid
 from rco.compressors.hessian import HessianAccumulator
 from rco.compressors.packing import PackedWeight
 from rco.data.calibration import CalibrationSet
-from rco.distributed import Ranks
+from rco.distributed import RankLostError, Ranks
 from rco.models.capture import BlockInputs, linear_inputs
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
@@ -206,15 +206,23 @@ def build_candidates(
         moved = {name: {label: w.to("cpu") for label, w in each.items()} for name, each in candidates.items()}
         return partial(store.write_file, index, moved, statistics)
 
-    written: dict[int, Future[dict[str, Any]]] = {}
+    on_their_way: dict[int, Future[dict[str, Any]]] = {}
+    failures: list[Exception] = []
 
-    def share(blocks: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Make this rank's part of some blocks; the entries of those that it made before."""
-        nonlocal written
-        mine = blocks[ranks.index :: ranks.count]
-        begun = {index: writer.submit(make(index, len(blocks))) for index in mine}
-        before, written = written, begun
-        return {index: entry.result() for index, entry in before.items()}
+    def share(blocks: Sequence[int]) -> tuple[dict[int, dict[str, Any]], str | None]:
+        """Make this rank's part of some blocks: entries of those that it made before, and what went wrong."""
+        before, entries = list(on_their_way), {}
+        try:
+            for index in blocks[ranks.index :: ranks.count]:
+                on_their_way[index] = writer.submit(make(index, len(blocks)))
+        except Exception as error:  # noqa: BLE001 - raised when all that was made before is in the store
+            failures.append(error)
+        for index in before:
+            try:
+                entries[index] = on_their_way[index].result()
+            except Exception as error:  # noqa: BLE001 - likewise
+                failures.append(error)
+        return entries, f"{type(failures[0]).__name__}: {failures[0]}" if failures else None
 
     with ThreadPoolExecutor(1, thread_name_prefix="rco-store") as writer:
         try:
@@ -223,16 +231,22 @@ def build_candidates(
             ):  # in the last round nothing is made
                 together = missing[start : start + ranks.count]
                 before = done
-                for entries in ranks.gather(partial(share, together)):
-                    for index, entry in entries.items():
-                        store.enter(index, entry)
+                shares = ranks.gather(partial(share, together))
+                for index, entry in (item for entries, _ in shares for item in entries.items()):
+                    store.enter(index, entry)
+                    on_their_way.pop(index, None)
+                if failures:
+                    raise failures[0]
+                for rank, (_, failure) in enumerate(shares):
+                    if failure is not None:
+                        raise RankLostError(f"Rank {rank} of {ranks.count} failed: {failure}")
                 done = before
                 advance(sum(len(groups[index]) for index in together))
         finally:
-            # Where something failed: what was made before it need not be made again.
-            for index, on_its_way in written.items():
-                if on_its_way.exception() is None:
-                    store.enter(index, on_its_way.result())
+            # Where something failed or someone interrupted: what this rank had made need not be made again.
+            for index, written in on_their_way.items():
+                if written.exception() is None:
+                    store.enter(index, written.result())
 
 
 def _grids(plan: QuantizationPlan, info: LinearInfo) -> dict[str, Grid]:

@@ -166,10 +166,11 @@ def step(
     """
     from rco.cli.progress import make_progress
     from rco.studies.step_bench import run, to_markdown
+    from rco.studies.step_cases import quick_shape
     from rco.studies.step_figure import write_figure
 
     if quick:
-        shape = shape if shape.startswith("quick") else "quick-moe" if job == "prune" else "quick"
+        shape = quick_shape(shape, job)
         device, length, samples, steps, repeats = "cpu", 32, 2, 1, 2
     with make_progress(as_json) as progress:
         report = run(
@@ -208,10 +209,11 @@ def memory(
     """
     from rco.cli.progress import make_progress
     from rco.studies.step_bench import run_memory, to_markdown
+    from rco.studies.step_cases import quick_shape
     from rco.studies.step_figure import write_memory_figure
 
     if quick:
-        shape = shape if shape.startswith("quick") else "quick-moe" if job == "prune" else "quick"
+        shape = quick_shape(shape, job)
         device, length, repeats = "cpu", 32, 1
     with make_progress(as_json) as progress:
         report = run_memory(

@@ -1,9 +1,10 @@
 """Experts that can each be any one of K compressed versions of themselves, with a gradient for every option.
 
 A layer's experts are two stacks of matrices: gate and up below each other, and down. Every option is one packed
-weight for a whole stack, so that a layer of hundreds of experts decodes in one pass per option and multiplies in
-one grouped product. The gradients ``G`` of the experts' weights are formed once, stacked as well, and meet all
-options in their packed form: ``<G, W_k>`` for every expert, projection and option in one pass over ``G``.
+weight for a whole stack, so that a layer of hundreds of experts decodes in one launch on a GPU, elsewhere in a pass
+per option, and multiplies in one grouped product. The gradients ``G`` of the experts' weights are formed once,
+stacked as well, and meet all options in their packed form: ``<G, W_k>`` for every expert, projection and option in
+one pass over ``G``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rco.compressors.packing import PackedWeight
-from rco.compressors.stacks import ChosenSegments, decode_segments
+from rco.compressors.stacks import ChosenSegments, by_option, decode_segments
 from rco.compressors.streaming import OptionStream, StreamedOptions
 from rco.compressors.switchable import LayerOptions, WeightBuffer
 from rco.core.transfer import send
@@ -99,52 +100,65 @@ class ExpertOptions:
         """Whether choices may be numbers on the device alone, the layer computing in a type."""
         if self._streamed is not None or self._reorders_own():
             return False
-        return all(known.chosen_decoder(dtype) is not None for known in self._known())
+        return all(options.chosen_decoder(dtype) is not None for options in self._known([True, True]))
 
     def decode(self, placed: PlacedChoices) -> ExpertWeights:
         """The weights with every gate, up and down at its option; valid until the buffer is used again."""
-        dense, dtype = [], self.dtype
-        both = zip((self.up, self.down), self._known(), (placed.up, placed.down), strict=True)
-        for slot, (options, known, chosen) in enumerate(both):
-            if isinstance(chosen, ChosenSegments) and all(options[k] is None for k in chosen.options):
+        dense, dtype, places = [], self.dtype, (placed.up, placed.down)
+        # Which of the chosen options of either stack are the layer's own; only the device knows a tensor's choices.
+        own = [
+            [listed[k] is None for k in chosen.options]
+            if isinstance(chosen, ChosenSegments)
+            else [True, False]
+            for listed, chosen in zip((self.up, self.down), places, strict=True)
+        ]
+        known = self._known([any(each) for each in own])
+        for slot, (options, chosen) in enumerate(zip(known, places, strict=True)):
+            if all(own[slot]):
                 dense.append(original_stacks(self.layer)[slot].flatten(1, 2))
                 continue
-            out = self.buffer.take(known.shape, dtype, self.device, slot=slot)
+            out = self.buffer.take(options.shape, dtype, self.device, slot=slot)
             if isinstance(chosen, ChosenSegments):
-                decode_segments(known.listed, chosen, out)
+                decode_segments(options.listed, chosen, out)
             else:
-                decode = known.chosen_decoder(dtype)
+                decode = options.chosen_decoder(dtype)
                 if decode is None:
                     raise ValueError(
                         f"No kernel decodes the experts of {self.layer.name} to {dtype} by choices on "
                         f"{self.device}; place the choices with PlacedChoices.of."
                     )
                 decode(chosen, out)
-            dense.append(out.view(self.layer.num_experts, -1, known.shape[1]))
+            dense.append(out.view(self.layer.num_experts, -1, options.shape[1]))
         return self._arranged(*dense)
 
-    def _known(self) -> list[LayerOptions]:
-        """Both stacks with the layer's own weights in their place, and what is worked out about them once."""
+    def are_own(self, choices: NDArray[np.int64]) -> bool:
+        """Whether all of some options are the layer's own weights, which are there and need not be decoded."""
+        return all(self.up[k] is None and self.down[k] is None for k in np.unique(choices).tolist())
+
+    def _known(self, reads_own: Sequence[bool]) -> list[LayerOptions]:
+        """Both stacks with the layer's own weights in their place, and what is worked out about them once.
+
+        Own weights that are in another order are copied, unless it is said of a stack that nobody reads them.
+        """
         stacks = original_stacks(self.layer)
         options = [self.up, self.down]
-        read = [
-            (stack.data_ptr(), stack.dtype)
-            for stack, listed in zip(stacks, options, strict=True)
-            if None in listed
-        ]
-        if self._remembered is not None and self._remembered[0] == read:
+        own = [(stack.data_ptr(), stack.dtype) for stack in stacks if None in (*self.up, *self.down)]
+        if self._remembered is not None and self._remembered[0] == own:
             return self._remembered[1]
         if self._streamed is not None:
             arrived = (option for option in self._streamed.all() if isinstance(option, PackedWeight))
             options = [tuple(None if o is None else next(arrived) for o in listed) for listed in options]
-        made = []
-        for listed, stack in zip(options, stacks, strict=True):
-            there = stack.reshape(-1, stack.shape[3]) if None in listed else stack
+        made, copies = [], self._reorders_own()
+        for listed, stack, read in zip(options, stacks, reads_own, strict=True):
+            there: PackedWeight | Tensor | None = next(
+                (option for option in listed if option is not None), None
+            )
+            if read or not copies or there is None:
+                there = stack.reshape(-1, stack.shape[3])
             filled = [there if option is None else option for option in listed]
             made.append(LayerOptions(filled, stack.shape[0] * stack.shape[1]))
-        # Not what is elsewhere the next time, nor a dense copy.
-        if self._streamed is None and not self._reorders_own():
-            self._remembered = read, made
+        if self._streamed is None and not copies:  # streamed ones are elsewhere the next time
+            self._remembered = own, made
         return made
 
     def _reorders_own(self) -> bool:
@@ -167,8 +181,12 @@ class ExpertOptions:
     def products(self, up: Tensor, down: Tensor, wanted: tuple[bool, ...]) -> Tensor:
         """(experts, 3, K) inner products of weight gradients (experts, out, in) with every wanted option."""
         found = []
-        for gradient, known in zip((up, down), self._known(), strict=True):
-            part = known.products(wanted)(gradient.reshape(known.shape))
+        own = [
+            [asked and option is None for asked, option in zip(wanted, listed, strict=True)]
+            for listed in (self.up, self.down)
+        ]
+        for gradient, options in zip((up, down), self._known([any(each) for each in own]), strict=True):
+            part = options.products(wanted)(gradient.reshape(options.shape))
             found.append(part.reshape(self.num_options, self.layer.num_experts, -1))
         return torch.cat(found, dim=2).permute(1, 2, 0)
 
@@ -275,7 +293,8 @@ class SwitchableExperts:
 
     def recordable(self, dtype: torch.dtype) -> bool:
         """Whether :meth:`set_gates` takes ``recorded``, the experts computing in a type."""
-        return all(options.follows_places(dtype) for options in self.options.values())
+        one_device = len(self._places) == 1
+        return one_device and all(options.follows_places(dtype) for options in self.options.values())
 
     def set_gates(
         self,
@@ -361,20 +380,29 @@ class SwitchableExperts:
         return {layer: PlacedChoices.there(choices) for layer, choices in parts.items()}
 
     def _sent(self, picked: Mapping[int, NDArray[np.int64]]) -> dict[int, PlacedChoices]:
-        """The choices of every layer on its device, by one copy for all that follow them there."""
+        """The choices of every layer on its device, by one copy for all layers of a device."""
         found = {}
         for device, (layers, _) in self._places.items():
-            following = [
-                layer for layer in layers if self.options[layer].follows_places(self.options[layer].dtype)
-            ]
-            if following:
-                together = send(
-                    torch.from_numpy(np.concatenate([picked[layer] for layer in following])), device
-                )
-                for layer, choices in self._by_layer(following, together).items():
+            chosen: list[NDArray[np.int64]] = []
+            sorted_out: dict[int, list[NDArray[np.int64]]] = {}
+            for layer in layers:
+                options, taken = self.options[layer], picked[layer]
+                # The host sorts out what no kernel follows, and knows where nothing is to be decoded at all.
+                if options.are_own(taken) or not options.follows_places(options.dtype):
+                    sorted_out[layer] = [taken[:, :2].reshape(-1), taken[:, 2]]
+                    chosen += map(by_option, sorted_out[layer])
+            orders = len(chosen)
+            chosen += [picked[layer].reshape(-1) for layer in layers]
+            together = send(torch.from_numpy(np.concatenate(chosen)), device)
+            pieces = torch.split(together, [len(each) for each in chosen])
+            places = iter(zip(chosen, pieces[:orders], strict=False))
+            for layer, numbers in zip(layers, pieces[orders:], strict=True):
+                choices = numbers.view(-1, 3)
+                if layer in sorted_out:
+                    up, down = (ChosenSegments(each, *next(places)) for each in sorted_out[layer])
+                    found[layer] = PlacedChoices(choices, up, down)
+                else:
                     found[layer] = PlacedChoices.there(choices)
-            for layer in set(layers) - set(following):
-                found[layer] = PlacedChoices.of(picked[layer], device)
         return found
 
     def _by_layer(self, layers: Sequence[int], together: Tensor) -> dict[int, Tensor]:

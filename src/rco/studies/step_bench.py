@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rco.backends.candidates import candidate_name
 from rco.backends.memory import pruning_memory, search_memory
 from rco.backends.quantization import QuantizationBackend
 from rco.compressors.packing import PackedWeight, inner_products
@@ -166,10 +168,8 @@ def breakdown(case: Case, samples: int, seconds: float) -> dict[str, Any]:
     parts = {"knapsack": measure(lambda: solve_choices(values, case.problem), place, 5).median / samples}
     kernels: dict[str, Any] = {}
     if isinstance(case.backend, QuantizationBackend):
-        layers = [
-            [option for option in options.values() if option.device == place]
-            for options in case.backend.packed().values()
-        ]
+        matrices = Counter(candidate_name(info) for info in case.backend.plan.linears)
+        layers = [(list(options.values()), matrices[name]) for name, options in case.backend.packed().items()]
         decoding, products, kernels = _kernels(layers, case.backend.compute_dtype, place)
         # Once for the output, once more for the gradient of the input.
         parts["dequantise"], parts["inner products"] = 2 * decoding, products
@@ -192,27 +192,27 @@ def _loss(case: Case) -> float:
 
 
 def _kernels(
-    layers: list[list[PackedWeight]], dtype: torch.dtype, place: torch.device
+    layers: list[tuple[list[PackedWeight], int]], dtype: torch.dtype, place: torch.device
 ) -> tuple[float, float, dict[str, Any]]:
-    """Seconds to decode one option of every layer and to meet all options of every layer with a gradient."""
+    """Seconds to decode one option of every layer and to meet all options of every layer with a gradient.
+
+    A layer is its options, and how many matrices are below each other in them.
+    """
     buffer = WeightBuffer()
-    middle = [options[len(options) // 2] for options in layers]
-    gradients = [_gradient(options[0].shape, dtype, place) for options in layers[: max(8, len(layers) // 36)]]
-    by_shape: dict[tuple[int, int], Tensor] = {tuple(g.shape): g for g in gradients}  # type: ignore[misc]
+    middle = [options[len(options) // 2] for options, _ in layers]
+    by_shape = {option.shape: _gradient(option.shape, dtype, place) for option in middle}
 
     def decode() -> None:
         for option in middle:
             option.dequantize(out=buffer.take(option.shape, dtype, place))
 
     def meet() -> None:
-        for options in layers:
-            if options[0].shape not in by_shape:
-                by_shape[options[0].shape] = _gradient(options[0].shape, dtype, place)
-            inner_products(by_shape[options[0].shape], options)
+        for options, matrices in layers:
+            inner_products(by_shape[options[0].shape], options, matrices)
 
     decoding, products = (measure(as_graph(work, place), place, 5).median for work in (decode, meet))
     elements = sum(option.shape[0] * option.shape[1] for option in middle)
-    read = sum(option.nbytes for options in layers for option in options) + elements * dtype.itemsize
+    read = sum(option.nbytes for options, _ in layers for option in options) + elements * dtype.itemsize
     written = sum(option.nbytes for option in middle) + elements * dtype.itemsize
     copy = _copy_bandwidth(place)
     return (

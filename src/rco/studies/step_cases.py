@@ -39,6 +39,7 @@ __all__ = [
     "job_of",
     "make_case",
     "measure",
+    "quick_shape",
     "random_packed",
     "random_tokens",
 ]
@@ -80,10 +81,20 @@ class Case:
 
 def job_of(shape: str, job: Job | None) -> Job:
     """What is searched for on a shape: unless asked for, experts are pruned and all else is quantized."""
-    sparse = "num_experts" in shape_settings(shape)[1]
-    if job == "prune" and not sparse:
+    if job == "prune" and not _sparse(shape):
         raise ValueError(f"{shape} has no experts to prune; take olmoe or qwen3-30b-a3b, or quantize it.")
-    return job or ("prune" if sparse else "quantize")
+    return job or ("prune" if _sparse(shape) else "quantize")
+
+
+def quick_shape(shape: str, job: str) -> str:
+    """The small shape that stands in for another, experts for experts."""
+    if shape.startswith("quick"):
+        return shape
+    return "quick-moe" if job == "prune" or _sparse(shape) else "quick"
+
+
+def _sparse(shape: str) -> bool:
+    return "num_experts" in shape_settings(shape)[1]
 
 
 def synchronize(device: torch.device) -> None:
