@@ -1,10 +1,13 @@
 """Experts whose options come from host memory, seen without a GPU: the same samples from a few buffers."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from expert_cases import experts_case
 
 from rco.compressors.streaming import OptionStream, pinned_together
+from rco.compressors.switchable import LayerOptions
 from rco.models.moe_linears import stacked_parameters
 from rco.studies.step_bench import sampled_gates
 
@@ -74,6 +77,23 @@ def test_samples_do_not_read_originals_that_were_moved_away(tmp_path):
     for (loss, gradient), (expected, slope) in zip(found, wanted, strict=True):
         assert loss == expected
         assert torch.equal(gradient, slope)
+
+
+def test_experts_are_recorded_though_their_originals_are_in_host_memory(tmp_path, monkeypatch):
+    case = experts_case(tmp_path, CPU, torch.float32, prune=False, widths=(2, 4))
+    away = []
+
+    @contextmanager
+    def without_originals(backend):
+        away.append(True)
+        yield
+
+    monkeypatch.setattr(type(case.backend), "_without_originals", without_originals)
+    monkeypatch.setattr("rco.backends.quantization.on_one_gpu", lambda model: not away)
+    monkeypatch.setattr(LayerOptions, "chosen_decoder", lambda options, dtype: print)
+    with case.backend.objective(case.data) as objective:
+        assert away
+        assert objective._check_recorded is not None
 
 
 def test_what_is_fetched_together_lies_side_by_side(tmp_path):

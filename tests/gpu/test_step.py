@@ -163,8 +163,11 @@ def test_replayed_samples_are_those_that_are_launched_and_nobody_waits_for_them(
 def recorded_case(kind, folder):
     # Rows of whole groups of 128 columns in bfloat16 are decoded by a choice on the device.
     if kind.startswith("experts"):
-        prune = kind == "experts-pruned"
-        return experts_case(folder, CUDA, torch.bfloat16, prune=prune, shape="olmoe", group=128, layers=1)
+        prune = kind == "experts-pruned"  # which reads original weights; without, they are in host memory
+        widths = (2, 4, 16) if prune else (2, 4)
+        return experts_case(
+            folder, CUDA, torch.bfloat16, prune=prune, shape="olmoe", group=128, layers=1, widths=widths
+        )
     if kind == "quick-moe":
         return make_case(kind, CUDA, length=96)
     return make_case("llama3-8b", CUDA, length=96, layers=2)

@@ -360,13 +360,12 @@ class QuantizationBackend(Backend):
         references = [
             self.reference(data) if kl and data is not None else None for data in (calibration, selection)
         ]
+        recordable = self.graphs and on_one_gpu(self.loaded.model)  # before original weights leave it
         with ExitStack() as stack:
             switched = stack.enter_context(self.switchable(searching=True))
             # Read before any gate is set; its weight stays the full model's own.
             full = self.full_head()
-            recordable = (
-                self.graphs and on_one_gpu(self.loaded.model) and switched.recordable(self.compute_dtype)
-            )
+            recordable = recordable and switched.recordable(self.compute_dtype)
 
             def make(
                 data: CalibrationSet, reference: Reference | None, held_back: LanguageModelObjective | None
