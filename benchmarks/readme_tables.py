@@ -373,7 +373,7 @@ def gpu_samples():
         "**On a GPU** (one H200; `rco bench step --shape qwen3-8b --device cuda`): seconds of a sample of the",
         "search, one sequence of 2048 tokens, beside a plain forward and backward pass with weight gradients in",
         "the same run, and GiB of the GPU. Shapes with random weights. Plain passes of experts, and those with",
-        "checkpointing, are limited by the host, which was slow; what they take on a fast one, more, and what is worse:",
+        "checkpointing, are limited by the host, which was slow; what they take on a fast one, and what is worse:",
         "[docs/gpu.md](docs/gpu.md).",
         "",
         *gpu_table(),
