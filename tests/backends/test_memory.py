@@ -18,7 +18,7 @@ from rco.backends.plan import make_plan
 from rco.backends.quantization import QuantizationBackend
 from rco.backends.switched import switched_model
 from rco.compressors.packing import PackedWeight, pack
-from rco.compressors.streaming import pinned
+from rco.compressors.streaming import STREAM_SLOTS, pinned
 from rco.models.moe_linears import model_linears
 from rco.models.shapes import random_model
 from rco.studies.step_bench import sampled_gates
@@ -150,6 +150,33 @@ def test_only_originals_that_nobody_holds_are_moved_to_the_host(shape, settings,
     assert names == wanted
     assert len(moved) == len(names)
     assert needed.originals == 4 * sum(weight.numel() for weight in moved)
+
+
+@pytest.mark.parametrize("locks", [[], ["experts=16"], ["attention=16"], ["model.layers.0.mlp.experts.*=16"]])
+def test_what_is_streamed_needs_a_few_buffers_of_the_largest_layer(locks):
+    loaded = random_model("quick-moe", device="cpu", dtype=torch.float32)
+    linears = model_linears(loaded.layout, loaded.model)
+    plan = make_plan(loaded.layout, linears, group_size=32, widths=(2, 4), locks=locks)
+    packed = {
+        name: {option_label(width): random_packed(rows, cols, width, 32, CPU) for width in (2, 4)}
+        for name, (rows, cols) in _stored_shapes(plan.linears).items()
+    }
+    streamed = []
+
+    class Stream:
+        def add(self, options):
+            # One stands in for original weights that nobody may take.
+            streamed.append(sum({id(o): o.nbytes for o in options if isinstance(o, PackedWeight)}.values()))
+            return options
+
+        def restart(self):
+            pass
+
+    with switched_model(loaded.model, plan, packed, stream=Stream()):
+        pass
+    needed = search_memory(loaded, plan, tokens=64, dtype=torch.float32, checkpointing=False, offload=True)
+    assert needed.candidates == pytest.approx(STREAM_SLOTS * max(streamed), rel=0.1)
+    assert len(plan.fetched_together) == len(streamed)
 
 
 def test_pruning_keeps_what_its_backward_pass_reads():

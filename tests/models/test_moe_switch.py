@@ -198,8 +198,11 @@ def test_own_weights_are_copied_only_where_somebody_reads_them_in_another_order(
             copied.append(tensor.shape)
         return found
 
+    packed_alone = ExpertOptions(layer.layer, layer.up[:own], layer.down[:own])
     monkeypatch.setattr(torch.Tensor, "reshape", watched)
     mixed = np.zeros((experts, 3), dtype=np.int64)
+    packed_alone.decode(PlacedChoices.of(mixed, torch.device("cpu")))
+    assert copied == []
     decoded = layer.decode(PlacedChoices.of(mixed, torch.device("cpu")))
     up, down = (torch.zeros_like(part.transpose(1, 2)) for part in (decoded.up, decoded.down))
     layer.products(up, down, (True,) * own + (False,))

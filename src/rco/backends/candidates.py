@@ -6,6 +6,7 @@ to no particular allocation, so one store serves every budget.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -31,6 +32,8 @@ from rco.models.moe_linears import ExpertLinear
 from rco.store import CandidateStore
 
 __all__ = ["CandidateSettings", "build_candidates", "candidate_identity", "candidate_name", "option_label"]
+
+logger = logging.getLogger(__name__)
 
 Method = Literal["gptq", "rtn"]
 
@@ -211,13 +214,13 @@ def build_candidates(
 
     def share(blocks: Sequence[int]) -> tuple[dict[int, dict[str, Any]], str | None]:
         """Make this rank's part of some blocks: entries of those that it made before, and what went wrong."""
-        before, entries = list(on_their_way), {}
+        made_before, entries = list(on_their_way), {}
         try:
             for index in blocks[ranks.index :: ranks.count]:
                 on_their_way[index] = writer.submit(make(index, len(blocks)))
         except Exception as error:  # noqa: BLE001 - raised when all that was made before is in the store
             failures.append(error)
-        for index in before:
+        for index in made_before:
             try:
                 entries[index] = on_their_way[index].result()
             except Exception as error:  # noqa: BLE001 - likewise
@@ -226,15 +229,16 @@ def build_candidates(
 
     with ThreadPoolExecutor(1, thread_name_prefix="rco-store") as writer:
         try:
-            for start in range(
-                0, len(missing) + ranks.count, ranks.count
-            ):  # in the last round nothing is made
+            # In the last round nothing is made, and what was made before it is entered.
+            for start in range(0, len(missing) + ranks.count, ranks.count):
                 together = missing[start : start + ranks.count]
                 before = done
                 shares = ranks.gather(partial(share, together))
                 for index, entry in (item for entries, _ in shares for item in entries.items()):
                     store.enter(index, entry)
                     on_their_way.pop(index, None)
+                for other in failures[1:]:
+                    logger.warning("Beside what ends the job: %s: %s", type(other).__name__, other)
                 if failures:
                     raise failures[0]
                 for rank, (_, failure) in enumerate(shares):

@@ -36,13 +36,18 @@ def recorded_errors(plan: QuantizationPlan, store: CandidateStore, name: str) ->
 
 
 @torch.no_grad()
-def weight_errors(plan: QuantizationPlan, packed: Mapping[str, Mapping[str, PackedWeight]]) -> Tensor:
-    """(N, K) squared error of every option's weights over the square of the full ones, in a group together."""
+def weight_errors(
+    plan: QuantizationPlan, packed: Mapping[str, Mapping[str, PackedWeight]], device: torch.device
+) -> Tensor:
+    """(N, K) squared error of every option's weights over the square of the full ones, in a group together.
+
+    Computed on a device, wherever weights and options are at the moment.
+    """
     errors = torch.zeros(len(plan.groups), len(plan.widths), dtype=torch.float64)
     for row, group in enumerate(plan.groups):
         whole = 0.0
         for member in group.members:
-            weight = member.weight.detach().float()
+            weight = member.weight.detach().to(device).float()
             square = float(weight.double().square().sum())
             whole += square
             for column, width in enumerate(plan.widths):
@@ -50,7 +55,7 @@ def weight_errors(plan: QuantizationPlan, packed: Mapping[str, Mapping[str, Pack
                     errors[row, column] += square
                 elif width != LEAVE_ALONE:
                     candidate = packed_candidate(packed, member, option_label(width))
-                    rounded = candidate.dequantize(torch.float32).to(weight.device)
+                    rounded = candidate.to(device).dequantize(torch.float32)
                     errors[row, column] += float((rounded - weight).double().square().sum())
         errors[row] /= whole or 1.0
     return errors

@@ -108,12 +108,19 @@ class QuantizationPlan:
 
     @property
     def fetched_together(self) -> list[list[LinearInfo]]:
-        """The linears whose options a layer needs at once: each by itself, and all experts of a layer."""
+        """The linears whose options are needed at once: each by itself, and all experts of a layer.
+
+        Those that can only be left alone have no options to fetch.
+        """
         found: dict[str, list[LinearInfo]] = {}
-        for info in self.linears:
-            owner = info.layer.experts_name if isinstance(info, ExpertLinear) else info.name
-            found.setdefault(owner, []).append(info)
-        return list(found.values())
+        switched = set()
+        for group in self.groups:
+            for info in group.members:
+                owner = info.layer.experts_name if isinstance(info, ExpertLinear) else info.name
+                found.setdefault(owner, []).append(info)
+                if group.widths != (LEAVE_ALONE,):
+                    switched.add(owner)
+        return [members for owner, members in found.items() if owner in switched]
 
     @property
     def experts(self) -> tuple[ExpertLinear, ...]:

@@ -260,7 +260,7 @@ class QuantizationBackend(Backend):
 
     def option_errors(self) -> Tensor:
         """(N, K) squared error of every option's weights over the square of the full ones, in a group together."""
-        return weight_errors(self.plan, self.packed())
+        return weight_errors(self.plan, self.packed(), self.loaded.device)
 
     def _built(self) -> CandidateStore:
         if self.store is None:
@@ -320,7 +320,7 @@ class QuantizationBackend(Backend):
 
     @contextmanager
     def _without_originals(self) -> Iterator[None]:
-        """Inside a switched model on one GPU: original weights in host memory, as packed options alone are read."""
+        """Inside a switched model on GPUs: original weights in host memory, as packed options alone are read."""
         if {parameter.device.type for parameter in self.loaded.model.parameters()} != {"cuda"}:
             yield
             return

@@ -159,8 +159,8 @@ def expert_options(
         plan: Groups and widths.
         packed: Candidates as the store gives them.
         columns: Width of every option.
-        wanted: (N, K) options that a group may take; layers then let go of original weights that none of their
-            experts may take. None: all may.
+        wanted: (N, K) options that a group may take; layers then do not refer to original weights that none of
+            their experts may take. None: all may.
         stream: As for :func:`switched_model`.
     """
     layers: dict[int, MoELayer] = {}

@@ -68,7 +68,7 @@ class OptionStream:
                 self._prefetch(position)
 
     def fetch(self, layer: int, option: int | None) -> list[PackedWeight | None]:
-        """The packed options asked for, on the device, valid until the request after the next; others None."""
+        """The packed options asked for, for what is launched on the device before the next request; others None."""
         position, request = self._position, _Request(layer, option)
         if request == self._latest:
             return self._layers[layer].views(self._slot(position - 1), option)
@@ -125,6 +125,9 @@ class OptionStream:
         slot = self._slots[index]
         if slot is None or slot.numel() < size:
             slot = self._slots[index] = torch.empty(size, dtype=torch.uint8, device=self.device)
+            # The memory may have been another tensor's, which launched kernels still read.
+            self._copies.wait_stream(torch.cuda.current_stream(self.device))
+            slot.record_stream(self._copies)
         return slot
 
 

@@ -237,9 +237,9 @@ def parked(weights: Iterable[nn.Parameter]) -> Iterator[None]:
 def checkpointed_blocks(blocks: Iterable[nn.Module]) -> Iterator[None]:
     """Let each block keep only its input and compute the rest again in the backward pass.
 
-    The gates' choices are those of the forward pass even if they have changed since, so that the losses of several
-    assignments may be summed before one backward pass. Without gradients the blocks run as they are. Switchable
-    layers must be in place before.
+    The choices of linears are those of the forward pass even if they have changed since, so that the losses of
+    several assignments may be summed before one backward pass; those of experts are the present ones. Without
+    gradients the blocks run as they are. Switchable layers must be in place before.
     """
     with ExitStack() as stack:
         for block in blocks:

@@ -112,6 +112,8 @@ class ExpertOptions:
             else [True, False]
             for listed, chosen in zip((self.up, self.down), places, strict=True)
         ]
+        if all(map(all, own)):
+            return self.own()
         known = self._known([any(each) for each in own])
         for slot, (options, chosen) in enumerate(zip(known, places, strict=True)):
             if all(own[slot]):
@@ -150,10 +152,11 @@ class ExpertOptions:
             options = [tuple(None if o is None else next(arrived) for o in listed) for listed in options]
         made, copies = [], self._reorders_own()
         for listed, stack, read in zip(options, stacks, reads_own, strict=True):
+            # In the place of own weights that nobody reads, so that they are not copied: any other option.
             there: PackedWeight | Tensor | None = next(
                 (option for option in listed if option is not None), None
             )
-            if read or not copies or there is None:
+            if there is None or (None in listed and (read or not copies)):
                 there = stack.reshape(-1, stack.shape[3])
             filled = [there if option is None else option for option in listed]
             made.append(LayerOptions(filled, stack.shape[0] * stack.shape[1]))
