@@ -8,7 +8,8 @@ from rco.compressors.grid import Grid, round_to_nearest
 from rco.compressors.stacks import decode_segments
 from rco.models.moe import moe_layers
 from rco.models.moe_linears import original_stacks
-from rco.models.moe_switch import ExpertOptions, switchable_experts
+from rco.models.moe_options import ExpertOptions
+from rco.models.moe_switch import switchable_experts
 from rco.models.shapes import random_model
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,8 @@ from rco.compressors.packing import inner_products
 from rco.compressors.stacks import decode_segments, stack_rows
 from rco.models.moe import moe_layers
 from rco.models.moe_linears import original_stacks
-from rco.models.moe_switch import ExpertOptions, PlacedChoices, switchable_experts
+from rco.models.moe_options import ExpertOptions, PlacedChoices
+from rco.models.moe_switch import switchable_experts
 from rco.models.moe_tiny import TINY_MOE_NAMES, tiny_moe, tiny_tokens
 
 WIDTHS = (2, 3, 5)

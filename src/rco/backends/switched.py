@@ -16,8 +16,9 @@ from rco.compressors.streaming import OptionStream
 from rco.models.gating import GatedModel, gate_choices, make_switchable, switchable_model
 from rco.models.moe import MoELayer
 from rco.models.moe_linears import ExpertLinear
+from rco.models.moe_options import ExpertOptions
 from rco.models.moe_room import ProbeRoom
-from rco.models.moe_switch import ExpertOptions, SwitchableExperts, switchable_experts
+from rco.models.moe_switch import SwitchableExperts, switchable_experts
 
 __all__ = ["SwitchedModel", "expert_options", "option_list", "switched_model"]
 

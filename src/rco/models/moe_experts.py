@@ -60,7 +60,7 @@ class ExpertWeights:
 
     def option_gradient(self, up: Tensor, down: Tensor, idle: Tensor) -> Tensor:
         """Plain weights have no options."""
-        raise TypeError("Only experts with options have gradients for them; see rco.models.moe_switch.")
+        raise TypeError("Only experts with options have gradients for them; see rco.models.moe_options.")
 
 
 class ExpertSource(Protocol):
