@@ -2,10 +2,9 @@
 
     PYTHONPATH=src python benchmarks/gpu_measurements.py OUT [part ...]
 
-Writes one JSON file per part into OUT as soon as the part is done, so that a run that is cut short keeps what
-it has. Parts: tests, kernels, gptq, jobs, step, olmoe, widths, memory,
-widths_memory, 30b, whole, short, steps50; all but the last
-three by default.
+Writes one JSON file into OUT, anew as soon as a part is done, so that a run that is cut short keeps what it has.
+Parts: tests, kernels, gptq, jobs, step, olmoe, widths, memory, widths_memory, 30b, whole, short, steps50; all but
+the last three by default.
 """
 
 from __future__ import annotations

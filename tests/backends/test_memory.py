@@ -22,7 +22,7 @@ from rco.compressors.streaming import STREAM_SLOTS, pinned
 from rco.models.moe_linears import model_linears
 from rco.models.shapes import random_model
 from rco.studies.step_bench import sampled_gates
-from rco.studies.step_cases import _stored_shapes, random_packed
+from rco.studies.step_cases import random_packed, stored_shapes
 
 CPU = torch.device("cpu")
 
@@ -124,7 +124,7 @@ def test_only_originals_that_nobody_holds_are_moved_to_the_host(shape, settings,
     backend = QuantizationBackend(loaded, plan, Path("unused"))
     packed = {
         name: {option_label(width): random_packed(rows, cols, width, 32, CPU) for width in (2, 4)}
-        for name, (rows, cols) in _stored_shapes(plan.linears).items()
+        for name, (rows, cols) in stored_shapes(plan.linears).items()
     }
     backend.set_packed(packed)
     moved = []
@@ -159,7 +159,7 @@ def test_what_is_streamed_needs_a_few_buffers_of_the_largest_layer(locks):
     plan = make_plan(loaded.layout, linears, group_size=32, widths=(2, 4), locks=locks)
     packed = {
         name: {option_label(width): random_packed(rows, cols, width, 32, CPU) for width in (2, 4)}
-        for name, (rows, cols) in _stored_shapes(plan.linears).items()
+        for name, (rows, cols) in stored_shapes(plan.linears).items()
     }
     streamed = []
 

@@ -23,7 +23,7 @@ from rco.compressors.grid import Grid
 from rco.compressors.hessian import HessianAccumulator
 from rco.compressors.packing import PackedWeight
 from rco.data.calibration import CalibrationSet
-from rco.distributed import RankLostError, Ranks
+from rco.distributed import Ranks
 from rco.models.capture import BlockInputs, linear_inputs
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
@@ -212,8 +212,8 @@ def build_candidates(
     on_their_way: dict[int, Future[dict[str, Any]]] = {}
     failures: list[Exception] = []
 
-    def share(blocks: Sequence[int]) -> tuple[dict[int, dict[str, Any]], str | None]:
-        """Make this rank's part of some blocks: entries of those that it made before, and what went wrong."""
+    def share(blocks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Make this rank's part of some blocks; the entries of those that it made before, whatever fails."""
         made_before, entries = list(on_their_way), {}
         try:
             for index in blocks[ranks.index :: ranks.count]:
@@ -225,7 +225,13 @@ def build_candidates(
                 entries[index] = on_their_way[index].result()
             except Exception as error:  # noqa: BLE001 - likewise
                 failures.append(error)
-        return entries, f"{type(failures[0]).__name__}: {failures[0]}" if failures else None
+        return entries
+
+    def fail() -> None:
+        for other in failures[1:]:
+            logger.warning("Beside what ends the job: %s: %s", type(other).__name__, other)
+        if failures:
+            raise failures[0]
 
     with ThreadPoolExecutor(1, thread_name_prefix="rco-store") as writer:
         try:
@@ -233,17 +239,11 @@ def build_candidates(
             for start in range(0, len(missing) + ranks.count, ranks.count):
                 together = missing[start : start + ranks.count]
                 before = done
-                shares = ranks.gather(partial(share, together))
-                for index, entry in (item for entries, _ in shares for item in entries.items()):
-                    store.enter(index, entry)
-                    on_their_way.pop(index, None)
-                for other in failures[1:]:
-                    logger.warning("Beside what ends the job: %s: %s", type(other).__name__, other)
-                if failures:
-                    raise failures[0]
-                for rank, (_, failure) in enumerate(shares):
-                    if failure is not None:
-                        raise RankLostError(f"Rank {rank} of {ranks.count} failed: {failure}")
+                for entries in ranks.gather(partial(share, together)):
+                    for index, entry in entries.items():
+                        store.enter(index, entry)
+                        on_their_way.pop(index, None)
+                ranks.gather(fail)
                 done = before
                 advance(sum(len(groups[index]) for index in together))
         finally:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rco.backends.bit_costs import EXPERT_ROLES
-from rco.backends.plan import LEAVE_ALONE, QuantizationPlan
+from rco.backends.plan import QuantizationPlan
 from rco.backends.switched import expert_options, option_list
 from rco.compressors.packing import PackedWeight
 from rco.compressors.streaming import OptionStream
@@ -73,7 +73,7 @@ def _shared_options(
     rows: dict[int, dict[str, int]] = {}
     for row, group in enumerate(plan.groups):
         for info in group.members:
-            if info.role == "shared_expert" and group.widths != (LEAVE_ALONE,) and info.block in by_block:
+            if info.role == "shared_expert" and group.switched and info.block in by_block:
                 index, name = by_block[info.block].index, info.name.rpartition(".")[2]
                 linears.setdefault(index, {})[name] = option_list(packed[info.name], columns)
                 rows.setdefault(index, {})[name] = row

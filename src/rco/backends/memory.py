@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rco.backends.accounting import stored_bits
-from rco.backends.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
+from rco.backends.plan import PRUNED, QuantizationPlan
 from rco.compressors.streaming import STREAM_SLOTS
 from rco.losses import LOGITS_BYTES, chunk_length
 from rco.models.layout import LinearInfo
@@ -121,9 +120,13 @@ def search_memory(
     backward = largest + 4 * tokens * widest * width
     # A layer's experts are decoded and differentiated all at once.
     stack = 0
-    for layer, numbers in _switched_layers(plan):
+    for members in plan.fetched_together:
+        first = members[0]
+        if not isinstance(first, ExpertLinear):
+            continue
+        numbers = sum(info.parameters for info in members)
         stack = max(stack, numbers * width)
-        held = numbers + _layer_backward(layer, tokens, probed=PRUNED in plan.widths)
+        held = numbers + _layer_backward(first.layer, tokens, probed=PRUNED in plan.widths)
         backward = max(backward, held * width)
     activations, workspace = _at_the_peak(loaded, tokens, width, saved, backward, checkpointing)
     counted = SearchMemory(
@@ -141,22 +144,6 @@ def _saved_with_gates(loaded: LoadedModel, linears: Sequence[LinearInfo]) -> flo
     with expert_gates(loaded.model) as gates:
         gates.set_gates(torch.ones(gates.num_gates, device=loaded.device, requires_grad=True))
         return saved_bytes_per_token(loaded, linears)
-
-
-def _switched_layers(plan: QuantizationPlan) -> list[tuple[MoELayer, int]]:
-    """The sparse layers whose experts have a choice, and the numbers that all their experts hold."""
-    chosen = {
-        info.layer.index
-        for group in plan.groups
-        if group.widths != (LEAVE_ALONE,)
-        for info in group.members
-        if isinstance(info, ExpertLinear)
-    }
-    layers, numbers = {}, Counter[int]()
-    for info in plan.experts:
-        layers[info.layer.index] = info.layer
-        numbers[info.layer.index] += info.parameters
-    return [(layers[index], numbers[index]) for index in sorted(chosen)]
 
 
 def pruning_memory(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from rco.backends.accounting import DENSE, Scheme
+from rco.backends.clusters import cluster_name, clusters_of
 from rco.backends.engines import Engine, ExpertGroups, find_engine
 from rco.backends.gguf_file import GGUFFile
 from rco.backends.gguf_types import GGUF_WIDTHS
@@ -44,6 +45,11 @@ class Group:
     def parameters(self) -> int:
         """Weights in the group."""
         return sum(member.parameters for member in self.members)
+
+    @property
+    def switched(self) -> bool:
+        """Whether it has packed options; others can only be left alone."""
+        return self.widths != (LEAVE_ALONE,)
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ class QuantizationPlan:
             for info in group.members:
                 owner = info.layer.experts_name if isinstance(info, ExpertLinear) else info.name
                 found.setdefault(owner, []).append(info)
-                if group.widths != (LEAVE_ALONE,):
+                if group.switched:
                     switched.add(owner)
         return [members for owner, members in found.items() if owner in switched]
 
@@ -214,7 +220,7 @@ def make_plan(
         )
     if not chosen:
         raise ValueError("Every linear is skipped: nothing is left to quantize.")
-    clusters = _clusters(layout, chosen, ties, fused=engine.fused, experts=experts)
+    clusters = clusters_of(layout, chosen, ties, fused=engine.fused, experts=experts)
     groups = []
     for members in clusters:
         allowed = {locked[m.name] for m in members if m.name in locked}
@@ -228,7 +234,7 @@ def make_plan(
         fitting = _fitting(members, tuple(allowed) or offered, gguf)
         if engine.experts in ("layer", "model") and fitting != (LEAVE_ALONE,):
             _check_separable(engine, members)
-        groups.append(Group(_group_name(members), tuple(members), fitting))
+        groups.append(Group(cluster_name(members), tuple(members), fitting))
     every = tuple(sorted({width for group in groups for width in group.widths} | set(widths)))
     return QuantizationPlan(
         tuple(groups), tuple(chosen), every, group_size, symmetric, engine, tuple(skipped), gguf
@@ -377,84 +383,3 @@ def _parse_locks(
         for info in _matching(pattern, "--lock", linears):
             locked[info.name] = width
     return locked
-
-
-def _clusters(
-    layout: Layout, linears: Sequence[LinearInfo], ties: Sequence[str], *, fused: bool, experts: ExpertGroups
-) -> list[list[LinearInfo]]:
-    """Linears grouped by the ties, in the order of their first member."""
-    parent = {info.name: info.name for info in linears}
-
-    def root(name: str) -> str:
-        while parent[name] != name:
-            name = parent[name]
-        return name
-
-    kinds = {info.kind for info in linears}
-    for tie in ties:
-        wanted = [kind.strip() for kind in tie.split(",") if kind.strip()]
-        unknown = [kind for kind in wanted if kind not in kinds]
-        if unknown or len(wanted) < 2:
-            raise ValueError(
-                f"--tie takes two or more kinds of linears, comma-separated, out of {', '.join(sorted(kinds))}; "
-                f"got {tie!r}."
-            )
-        first: dict[int | None, str] = {}
-        for info in linears:
-            if info.kind in wanted:
-                parent[root(info.name)] = root(first.setdefault(info.block, info.name))
-    if fused:
-        for names in layout.fused_sets(linears):
-            for name in names[1:]:
-                parent[root(name)] = root(names[0])
-    together: dict[tuple[object, ...], str] = {}
-    for info in linears:
-        if isinstance(info, ExpertLinear):
-            parent[root(info.name)] = root(together.setdefault(_expert_key(info, experts), info.name))
-    clusters: dict[str, list[LinearInfo]] = {}
-    for info in linears:
-        clusters.setdefault(root(info.name), []).append(info)
-    return list(clusters.values())
-
-
-def _expert_key(info: ExpertLinear, experts: ExpertGroups) -> tuple[object, ...]:
-    """What experts' matrices must have in common to share a width."""
-    if experts == "model":
-        return ()
-    if experts == "layer":
-        return (info.layer.index,)
-    if experts == "layer-projection":
-        return (info.layer.index, info.projection)
-    if experts == "projection":
-        return (info.layer.index, info.expert, info.projection == "down")
-    return (info.layer.index, info.expert)
-
-
-def _group_name(members: Sequence[LinearInfo]) -> str:
-    if len(members) == 1:
-        return members[0].name
-    inside = [member for member in members if isinstance(member, ExpertLinear)]
-    if len(inside) == len(members):
-        return _expert_group_name(inside)
-    prefix = members[0].name.rpartition(".")[0]
-    same = all(m.name.rpartition(".")[0] == prefix for m in members)
-    if same:
-        return f"{prefix}.{'+'.join(m.name.rpartition('.')[2] for m in members)}"
-    return "+".join(m.name for m in members)
-
-
-def _expert_group_name(members: Sequence[ExpertLinear]) -> str:
-    """``...experts.3``, ``...experts.3.gate_proj+up_proj``, ``...experts`` or ``...experts.*.down_proj``.
-
-    All experts of a model are ``...layers.*.mlp.experts``.
-    """
-    layer = members[0].layer
-    if len({member.layer.index for member in members}) > 1:
-        return re.sub(r"\.\d+\.", ".*.", layer.experts_name)
-    numbers = {member.expert for member in members}
-    kinds = list(dict.fromkeys(member.projection for member in members))
-    own = dict(zip(("gate", "up", "down"), layer.architecture.projections, strict=True))
-    part = "" if len(kinds) == len(own) else "." + "+".join(own[kind] for kind in kinds)
-    if len(numbers) == 1:
-        return f"{layer.experts_name}.{members[0].expert}{part}"
-    return f"{layer.experts_name}{'.*' if part else ''}{part}"

@@ -103,7 +103,7 @@ class SwitchedModel:
         choices = self._choices(gates if values is None else values)
         self._linears.set_gates(gates, self._rows, active=self._active, choices=choices, recorded=recorded)
         if self._experts is not None:
-            self._experts.set_gates(gates, choices, self._wanted, recorded)
+            self._experts.set_gates(gates, choices, recorded)
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def switched_model(
     modules, rows = {}, {}
     for row, group in enumerate(plan.groups):
         for info in group.members:
-            if group.widths != (LEAVE_ALONE,) and not isinstance(info, ExpertLinear):
+            if group.switched and not isinstance(info, ExpertLinear):
                 options = _without_original(option_list(packed[info.name], columns), wanted[row])
                 modules[info.name] = make_switchable(info.module, options, stream)
                 rows[info.name] = row
@@ -142,7 +142,7 @@ def switched_model(
         linears = stack.enter_context(switchable_model(model, modules, stream=stream))
         handle = None
         if experts:
-            handle = stack.enter_context(switchable_experts(model, experts, expert_rows))
+            handle = stack.enter_context(switchable_experts(model, experts, expert_rows, wanted))
         yield SwitchedModel(linears, rows, handle, wanted)
 
 
@@ -172,7 +172,7 @@ def expert_options(
                 index, count = info.layer.index, info.layer.num_experts
                 places = rows.setdefault(index, np.full((count, 3), -1, dtype=np.int64))
                 places[info.expert, _PARTS[info.projection]] = row
-                if group.widths != (LEAVE_ALONE,):
+                if group.switched:
                     layers[index] = info.layer
     options = {}
     for index, layer in layers.items():

@@ -2,8 +2,8 @@
 
 A search asks for the same options in the same order in every sample: the chosen one of each layer in the forward
 pass, all of each layer in the backward pass (of experts, each of which has its own choice, all in both).
-:class:`OptionStream` remembers that order and copies what comes next
-on a stream of its own while the present layer computes. Device memory is a few buffers, whatever the model's size.
+:class:`OptionStream` remembers that order and copies what comes next on a stream of its own while the present layer
+computes. Device memory is a few buffers, whatever the model's size.
 """
 
 from __future__ import annotations

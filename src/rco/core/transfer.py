@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["send"]
+__all__ = ["send", "send_together"]
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -17,3 +21,10 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
         # Torch reuses pinned memory, and not before the copy is done.
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def send_together(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+    """Several arrays on a device, in their shapes, by one copy for all."""
+    together = send(torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays])), device)
+    parts = torch.split(together, [array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -9,7 +9,7 @@ one pass over ``G``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rco.compressors.packing import PackedWeight
-from rco.compressors.stacks import ChosenSegments, decode_segments
+from rco.compressors.stacks import ChosenSegments, by_option, decode_segments
 from rco.compressors.streaming import OptionStream, StreamedOptions
 from rco.compressors.switchable import LayerOptions, WeightBuffer
-from rco.core.transfer import send
+from rco.core.transfer import send_together
 from rco.models.moe import MoELayer
 from rco.models.moe_experts import ExpertWeights, expert_weights
 from rco.models.moe_linears import original_stacks
@@ -69,14 +69,14 @@ class ExpertOptions:
                         f"Option {index} of the {name} projections of {layer.name} is {tuple(option.shape)}, the "
                         f"layer needs {shape}."
                     )
-        self._streamed: StreamedOptions | None = None
-        if stream is not None:
-            self._streamed = stream.add([option for option in (*self.up, *self.down) if option is not None])
         if len(self.up) != len(self.down) or not self.up:
             raise ValueError(
                 f"Up and down projections need the same options, at least one; got {len(self.up)} and "
                 f"{len(self.down)}."
             )
+        self._streamed: StreamedOptions | None = None
+        if stream is not None:
+            self._streamed = stream.add([option for option in (*self.up, *self.down) if option is not None])
 
     @property
     def num_options(self) -> int:
@@ -97,23 +97,27 @@ class ExpertOptions:
         """Whether choices may be numbers on the device alone, the layer computing in a type."""
         if self._streamed is not None or self._reorders_own():
             return False
-        return all(options.chosen_decoder(dtype) is not None for options in self._known([True, True]))
+        everything = range(self.num_options)
+        known = self._known(everything, everything)
+        return all(options.chosen_decoder(dtype) is not None for options in known)
 
     def decode(self, placed: PlacedChoices) -> ExpertWeights:
         """The weights with every gate, up and down at its option; valid until the buffer is used again."""
         dense, dtype, places = [], self.dtype, (placed.up, placed.down)
-        # Which of the chosen options of either stack are the layer's own; only the device knows a tensor's choices.
-        own = [
-            [listed[k] is None for k in chosen.options]
-            if isinstance(chosen, ChosenSegments)
-            else [True, False]
-            for listed, chosen in zip((self.up, self.down), places, strict=True)
+        # Of numbers on the device the host knows nothing: any option may be among them.
+        taken = [
+            chosen.options if isinstance(chosen, ChosenSegments) else range(self.num_options)
+            for chosen in places
         ]
-        if all(map(all, own)):
+        own = [
+            all(listed[k] is None for k in each)
+            for listed, each in zip((self.up, self.down), taken, strict=True)
+        ]
+        if all(own):
             return self.own()
-        known = self._known([any(each) for each in own])
+        known = self._known(*taken)
         for slot, (options, chosen) in enumerate(zip(known, places, strict=True)):
-            if all(own[slot]):
+            if own[slot]:
                 dense.append(original_stacks(self.layer)[slot].flatten(1, 2))
                 continue
             out = self.buffer.take(options.shape, dtype, self.device, slot=slot)
@@ -134,10 +138,10 @@ class ExpertOptions:
         """Whether all of some options are the layer's own weights, which are there and need not be decoded."""
         return all(self.up[k] is None and self.down[k] is None for k in np.unique(choices).tolist())
 
-    def _known(self, reads_own: Sequence[bool]) -> list[LayerOptions]:
+    def _known(self, up: Collection[int], down: Collection[int]) -> list[LayerOptions]:
         """Both stacks with the layer's own weights in their place, and what is worked out about them once.
 
-        Own weights that are in another order are copied, unless it is said of a stack that nobody reads them.
+        Own weights that are in another order are copied, where they are among the options that will be read.
         """
         stacks = original_stacks(self.layer)
         options = [self.up, self.down]
@@ -148,12 +152,12 @@ class ExpertOptions:
             arrived = (option for option in self._streamed.all() if isinstance(option, PackedWeight))
             options = [tuple(None if o is None else next(arrived) for o in listed) for listed in options]
         made, copies = [], self._reorders_own()
-        for listed, stack, read in zip(options, stacks, reads_own, strict=True):
+        for listed, stack, read in zip(options, stacks, (up, down), strict=True):
             # In the place of own weights that nobody reads, so that they are not copied: any other option.
             there: PackedWeight | Tensor | None = next(
                 (option for option in listed if option is not None), None
             )
-            if there is None or (None in listed and (read or not copies)):
+            if there is None or (None in listed and (not copies or any(listed[k] is None for k in read))):
                 there = stack.reshape(-1, stack.shape[3])
             filled = [there if option is None else option for option in listed]
             made.append(LayerOptions(filled, stack.shape[0] * stack.shape[1]))
@@ -180,12 +184,8 @@ class ExpertOptions:
 
     def products(self, up: Tensor, down: Tensor, wanted: tuple[bool, ...]) -> Tensor:
         """(experts, 3, K) inner products of weight gradients (experts, out, in) with every wanted option."""
-        found = []
-        own = [
-            [asked and option is None for asked, option in zip(wanted, listed, strict=True)]
-            for listed in (self.up, self.down)
-        ]
-        for gradient, options in zip((up, down), self._known([any(each) for each in own]), strict=True):
+        found, read = [], [k for k, asked in enumerate(wanted) if asked]
+        for gradient, options in zip((up, down), self._known(read, read), strict=True):
             part = options.products(wanted)(gradient.reshape(options.shape))
             found.append(part.reshape(self.num_options, self.layer.num_experts, -1))
         return torch.cat(found, dim=2).permute(1, 2, 0)
@@ -216,9 +216,30 @@ class PlacedChoices:
 
     @classmethod
     def of(cls, choices: NDArray[np.int64], device: torch.device) -> PlacedChoices:
-        """The choices (experts, 3) of one layer, sent to its device."""
-        up, down = (ChosenSegments.sent(part.reshape(-1), device) for part in (choices[:, :2], choices[:, 2]))
-        return cls(send(torch.from_numpy(choices), device), up, down)
+        """The choices (experts, 3) of one layer, sorted out and sent to its device."""
+        (placed,) = cls.sent([choices], [True], device)
+        return placed
+
+    @classmethod
+    def sent(
+        cls, choices: Sequence[NDArray[np.int64]], sorted_out: Sequence[bool], device: torch.device
+    ) -> list[PlacedChoices]:
+        """Those of several layers, by one copy; layers that follow them there need not have them sorted out."""
+        stacks = [
+            [taken[:, :2].reshape(-1), taken[:, 2]] if sort else []
+            for taken, sort in zip(choices, sorted_out, strict=True)
+        ]
+        orders = [by_option(part) for parts in stacks for part in parts]
+        arrived = send_together([*choices, *orders], device)
+        places = zip(orders, arrived[len(choices) :], strict=True)
+        found = []
+        for numbers, parts in zip(arrived, stacks, strict=False):
+            if parts:
+                up, down = (ChosenSegments(part, *next(places)) for part in parts)
+                found.append(cls(numbers, up, down))
+            else:
+                found.append(cls.there(numbers))
+        return found
 
     @classmethod
     def there(cls, choices: Tensor) -> PlacedChoices:

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rco.compressors.stacks import ChosenSegments, by_option
 from rco.compressors.switchable import WeightBuffer
 from rco.core.transfer import send
 from rco.models.moe_gates import ExpertGates, expert_gates
@@ -27,14 +26,22 @@ class SwitchableExperts:
         handle: The gates that have taken over the layers' forwards.
         options: Sparse layer -> its options.
         rows: Sparse layer -> (experts, 3) row of the gates for every gate, up and down projection.
+        wanted: (N, K) options whose gradient is wanted; None: all.
     """
 
     def __init__(
-        self, handle: ExpertGates, options: Mapping[int, ExpertOptions], rows: Mapping[int, NDArray[np.int64]]
+        self,
+        handle: ExpertGates,
+        options: Mapping[int, ExpertOptions],
+        rows: Mapping[int, NDArray[np.int64]],
+        wanted: NDArray[np.bool_] | None = None,
     ) -> None:
         self._handle, self.options = handle, dict(options)
         self._rows = {layer: np.array(rows[layer], dtype=np.int64) for layer in options}
-        self._asked: tuple[NDArray[np.bool_] | None, dict[int, tuple[bool, ...]]] | None = None
+        self._wanted = {layer: (True,) * each.num_options for layer, each in options.items()}
+        if wanted is not None:
+            for layer, own in self._rows.items():
+                self._wanted[layer] = tuple(np.atleast_1d(wanted[np.unique(own)].any(axis=0)).tolist())
         # By device: its layers, and the rows of all of them.
         self._places: dict[torch.device, tuple[list[int], Tensor]] = {}
         for device in {each.device for each in options.values()}:
@@ -53,32 +60,24 @@ class SwitchableExperts:
         one_device = len(self._places) == 1
         return one_device and all(options.follows_places(dtype) for options in self.options.values())
 
-    def set_gates(
-        self,
-        gates: Tensor,
-        choices: Sequence[int | None],
-        wanted: NDArray[np.bool_] | None = None,
-        recorded: bool = False,
-    ) -> None:
+    def set_gates(self, gates: Tensor, choices: Sequence[int | None], recorded: bool = False) -> None:
         """Let every expert use the option that its rows of the gates pick.
 
         Args:
             gates: (N, K) one-hot rows that may carry gradient, in host memory or where the experts are.
             choices: The option of every row.
-            wanted: (N, K) options whose gradient is wanted; None: all.
             recorded: The experts read their choices off the gates when they run, so that what they launch may be
                 recorded and launched again with other gates; see :meth:`recordable`.
         """
         picked = self._picked(choices)
         placed = self._read(gates) if recorded else self._sent(picked)
         own = self._own_gates(gates) if gates.requires_grad else {}
-        asked = self._wanted_options(wanted)
         keep: list[Tensor] = []
         for layer in self._handle.layers:
             options = self.options.get(layer.index)
             gate = own.get(layer.index)
             if options is not None:
-                selected = SelectedExperts(options, gate, asked[layer.index], placed[layer.index])
+                selected = SelectedExperts(options, gate, self._wanted[layer.index], placed[layer.index])
                 self._handle.use_options(layer.index, selected)
             if options is None or options.pruned is None:
                 keep.append(torch.ones(layer.num_experts, dtype=torch.bool, device=gates.device))
@@ -110,18 +109,6 @@ class SwitchableExperts:
             found.append(torch.from_numpy(stay))
         return found
 
-    def _wanted_options(self, wanted: NDArray[np.bool_] | None) -> dict[int, tuple[bool, ...]]:
-        """Options that any expert of a layer wants a gradient of; the same for all samples of a search."""
-        if self._asked is None or self._asked[0] is not wanted:
-            found = {}
-            for layer, options in self.options.items():
-                found[layer] = (True,) * options.num_options
-                if wanted is not None:
-                    asked = np.atleast_1d(wanted[np.unique(self._rows[layer])].any(axis=0))
-                    found[layer] = tuple(asked.tolist())
-            self._asked = wanted, found
-        return self._asked[1]
-
     def _own_gates(self, gates: Tensor) -> dict[int, Tensor]:
         """(experts, 3, K) gates of every layer on its device; one gather for all layers of a device."""
         found: dict[int, Tensor] = {}
@@ -138,28 +125,15 @@ class SwitchableExperts:
 
     def _sent(self, picked: Mapping[int, NDArray[np.int64]]) -> dict[int, PlacedChoices]:
         """The choices of every layer on its device, by one copy for all layers of a device."""
-        found = {}
+        found: dict[int, PlacedChoices] = {}
         for device, (layers, _) in self._places.items():
-            chosen: list[NDArray[np.int64]] = []
-            sorted_out: dict[int, list[NDArray[np.int64]]] = {}
-            for layer in layers:
-                options, taken = self.options[layer], picked[layer]
-                # The host sorts out what no kernel follows, and knows where nothing is to be decoded at all.
-                if options.are_own(taken) or not options.follows_places(options.dtype):
-                    sorted_out[layer] = [taken[:, :2].reshape(-1), taken[:, 2]]
-                    chosen += map(by_option, sorted_out[layer])
-            orders = len(chosen)
-            chosen += [picked[layer].reshape(-1) for layer in layers]
-            together = send(torch.from_numpy(np.concatenate(chosen)), device)
-            pieces = torch.split(together, [len(each) for each in chosen])
-            places = iter(zip(chosen, pieces[:orders], strict=False))
-            for layer, numbers in zip(layers, pieces[orders:], strict=True):
-                choices = numbers.view(-1, 3)
-                if layer in sorted_out:
-                    up, down = (ChosenSegments(each, *next(places)) for each in sorted_out[layer])
-                    found[layer] = PlacedChoices(choices, up, down)
-                else:
-                    found[layer] = PlacedChoices.there(choices)
+            # The host sorts out what no kernel follows, and knows where nothing is to be decoded at all.
+            sorted_out = [
+                options.are_own(picked[layer]) or not options.follows_places(options.dtype)
+                for layer, options in ((layer, self.options[layer]) for layer in layers)
+            ]
+            placed = PlacedChoices.sent([picked[layer] for layer in layers], sorted_out, device)
+            found |= zip(layers, placed, strict=True)
         return found
 
     def _by_layer(self, layers: Sequence[int], together: Tensor) -> dict[int, Tensor]:
@@ -169,7 +143,10 @@ class SwitchableExperts:
 
 @contextmanager
 def switchable_experts(
-    model: nn.Module, options: Mapping[int, ExpertOptions], rows: Mapping[int, NDArray[np.int64]]
+    model: nn.Module,
+    options: Mapping[int, ExpertOptions],
+    rows: Mapping[int, NDArray[np.int64]],
+    wanted: NDArray[np.bool_] | None = None,
 ) -> Iterator[SwitchableExperts]:
     """Run a model with switchable experts inside the context; leaving restores it.
 
@@ -177,6 +154,7 @@ def switchable_experts(
         model: The model.
         options: Sparse layer (its position among them) -> its options; layers left out stay as they are.
         rows: Sparse layer -> (experts, 3) row of the gates for every gate, up and down projection.
+        wanted: (N, K) options whose gradient is wanted; None: all.
     """
     buffer = WeightBuffer()
     prunes = any(layer.pruned is not None for layer in options.values())
@@ -184,6 +162,6 @@ def switchable_experts(
         for layer in options.values():
             layer.buffer = buffer
         try:
-            yield SwitchableExperts(handle, options, rows)
+            yield SwitchableExperts(handle, options, rows, wanted)
         finally:
             buffer.clear()

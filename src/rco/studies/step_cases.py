@@ -42,6 +42,7 @@ __all__ = [
     "quick_shape",
     "random_packed",
     "random_tokens",
+    "stored_shapes",
 ]
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8)
@@ -200,7 +201,7 @@ def make_case(
                 name: {
                     option_label(width): random_packed(rows, cols, width, group, device) for width in WIDTHS
                 }
-                for name, (rows, cols) in _stored_shapes(members).items()
+                for name, (rows, cols) in stored_shapes(members).items()
             }
             made |= pinned_together(options) if backend.memory == "offload" else options
         packed = made
@@ -208,7 +209,7 @@ def make_case(
     return Case(loaded, backend, backend.problem(Budget.parse(bits="4")), data)
 
 
-def _stored_shapes(linears: Sequence[LinearInfo]) -> dict[str, tuple[int, int]]:
+def stored_shapes(linears: Sequence[LinearInfo]) -> dict[str, tuple[int, int]]:
     """What a store of their candidates holds: linears, and the experts of a layer below each other."""
     found: dict[str, tuple[int, int]] = {}
     for info in linears:
