@@ -186,18 +186,18 @@ def run_part(settings, model, bits, seed, method):
             np.array([widths.index(width if width in g.widths else g.widths[0]) for g in backend.plan.groups])
         )
     else:
-        prior = table = None
+        prior = proxy = table = None
         if method.startswith("mxmoe"):
             table = backend.layer_errors(data.search.select(slice(0, settings.sensitivity)))
         else:
             found = second_order(backend, *_sensitivities(settings, model, seed, backend, data.search))
             backend.curvature = found.curvature
-            prior = logits_from_losses(found.losses, problem, config.prior_strength)
+            prior, proxy = logits_from_losses(found.losses, problem, config.prior_strength), found.losses
         searcher = make_searcher(config.searcher, search_settings(config))
         with backend.objective(data.search, data.selection) as objective:
             if table is not None:
                 objective.layer_errors = table
-            result = searcher.search(problem, objective, prior=prior)
+            result = searcher.search(problem, objective, prior=prior, proxy=proxy)
         allocation, chosen_from, candidates = result.allocation, result.chosen_from, result.candidates
         forwards, backwards = result.forwards, result.backwards
     searched = time.perf_counter() - began

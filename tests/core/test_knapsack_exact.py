@@ -85,8 +85,7 @@ class Instance:
 
 def _fraction(value):
     if isinstance(value, float | np.floating):
-        short = Fraction(repr(float(value)))
-        return short if short.denominator <= 10**12 else Fraction(float(value))
+        return Fraction(str(value))  # the shortest decimal that prints it
     return Fraction(int(value)) if isinstance(value, int | np.integer) else Fraction(value)
 
 

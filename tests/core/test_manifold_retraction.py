@@ -155,12 +155,16 @@ def test_close_competitors_far_from_zero():
 
 
 def test_common_offsets_cost_no_digits():
-    """Options at 1e12 + {0, 1}: the budget's deciding part is its last digits."""
-    problem = AllocationProblem([[10**12, 10**12 + 1]] * 4, 4 * 10**12 + 3)
-    manifold = BudgetManifold(problem, tol=1e-24)
-    moved = manifold.retract(torch.zeros(4, 2, dtype=torch.float64))
+    """Options at 1e12 + {0, 1}: the budget's deciding part is its last digits, and the tolerance follows it."""
+    manifold = BudgetManifold(AllocationProblem([[10**12, 10**12 + 1]] * 4, 4 * 10**12 + 3))
+    start = torch.tensor([[0.0, 3.0]] * 4, dtype=torch.float64)
+    met, reason = manifold.check_point(start)
+    assert not met
+    assert "is not met" in reason
+    moved = manifold.retract(start)
+    assert manifold.check_point(moved) == (True, None)
     torch.testing.assert_close(
-        torch.softmax(moved, dim=1)[:, 1], torch.full((4,), 0.75).double(), rtol=1e-13, atol=0
+        torch.softmax(moved, dim=1)[:, 1], torch.full((4,), 0.75).double(), rtol=1e-12, atol=0
     )
 
 

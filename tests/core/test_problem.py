@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rco
-from rco.core.exact import exact_array
+from rco.core.exact import exact_array, exact_ratio
 
 
 def test_shared_costs_with_weights_are_exact():
@@ -29,13 +29,35 @@ def test_written_decimals_are_read_as_decimals():
     assert problem.is_feasible([0, 1])
 
 
-def test_random_floats_are_read_as_they_are_stored():
-    values = np.random.default_rng(0).random((7, 5))
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.float16])
+def test_floats_are_the_decimals_that_print_them(kind):
+    values = np.concatenate([[0.1, 1 / 3, 1e-7], np.random.default_rng(0).normal(size=20) * 1e3]).astype(kind)
     exact = exact_array(values, "x")
-    assert all(
-        Fraction(int(n), exact.denominator) == Fraction(float(v))
-        for n, v in zip(exact.numerators.flat, values.flat, strict=True)
-    )
+    for n, v in zip(exact.numerators, values, strict=True):
+        assert Fraction(int(n), exact.denominator) == Fraction(str(v))
+        assert kind(float(Fraction(int(n), exact.denominator))) == v  # and they read back
+
+
+def test_what_a_float_means_does_not_depend_on_its_neighbours():
+    """A third beside tenths must not turn them into binary fractions, of which three exceed 0.3."""
+    costs = [[0.1, 0.2], [0.1, 0.2], [0.1, 1 / 3]]
+    problem = rco.AllocationProblem(costs, budget=0.3, sense="<=")
+    assert problem.cost([0, 0, 0]) == Fraction(3, 10)
+    assert problem.is_feasible([0, 0, 0])
+    alone, beside = exact_array([0.1], "x"), exact_array([0.1, 1 / 3, 1e-9], "x")
+    assert Fraction(int(alone.numerators[0]), alone.denominator) == Fraction(1, 10)
+    assert Fraction(int(beside.numerators[0]), beside.denominator) == Fraction(1, 10)
+
+
+def test_quotients_are_rounded_once_whatever_their_size():
+    rng = np.random.default_rng(0)
+    small = rng.integers(0, 10**6, 50)
+    for factor in (1, 10**9, 10**30):
+        numerators = np.array([int(v) * factor for v in small], dtype=object)
+        got = exact_ratio(numerators, np.array([7 * 10**6 * factor], dtype=object))
+        assert got.tolist() == [float(Fraction(int(v), 7 * 10**6)) for v in small]
+    odd = np.array([3**40, 5**30, 7**25, 0], dtype=object)
+    assert exact_ratio(odd, np.array(11**20, dtype=object)).tolist() == [int(v) / 11**20 for v in odd]
 
 
 @pytest.mark.parametrize(

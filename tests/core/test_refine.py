@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import rco
 from rco.core.evaluation import Evaluator
-from rco.core.refine import refine, spend, uniform_allocation
+from rco.core.refine import SampleTracker, refine, spend, uniform_allocation
 from rco.testing import QuadraticObjective, enumerate_feasible, random_problem, true_optimum
 
 
@@ -79,3 +79,40 @@ def test_exchanges_respect_blocks_and_joint_budgets():
         refined = refine(problem, evaluator, start, losses, allowance=60)
         assert problem.is_feasible(refined.choices)
         assert refined.loss <= losses.mean()
+
+
+def test_the_best_sample_is_the_lowest_while_every_batch_is_new():
+    tracker = SampleTracker(256)
+    for i in range(200):
+        tracker.see(np.array([i]), [i], 10.0 - 0.01 * i)
+    assert tracker.choices.tolist() == [199]
+    assert tracker.loss == pytest.approx(8.01)
+
+
+def test_the_best_sample_is_found_though_batches_differ_in_difficulty():
+    """Losses are a sample's quality plus its batch's difficulty, which is much larger; batches come again."""
+    rng = np.random.default_rng(0)
+    difficulty = rng.normal(size=16) * 5
+    quality = 1.0 + rng.random(640)
+    quality[500] = 0.0
+    tracker = SampleTracker(16)
+    for i, q in enumerate(quality):
+        batch = int(rng.permutation(16)[i % 16])
+        tracker.see(np.array([i]), [batch], float(q + difficulty[batch]))
+    assert tracker.choices.tolist() == [500]
+
+
+def test_the_best_sample_survives_a_checkpoint():
+    rng = np.random.default_rng(1)
+    seen = [(np.array([i]), [int(rng.integers(5))], float(rng.random())) for i in range(40)]
+    whole, first = SampleTracker(5), SampleTracker(5)
+    for sample in seen:
+        whole.see(*sample)
+    for sample in seen[:17]:
+        first.see(*sample)
+    second = SampleTracker(5)
+    second.load(first.state())
+    for sample in seen[17:]:
+        second.see(*sample)
+    assert second.choices.tolist() == whole.choices.tolist()
+    assert second.loss == whole.loss

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import rco
+import rco.core.evaluation
+import rco.core.search
+from rco.backends.sensitivity import logits_from_losses
 from rco.core.relaxation import batch_order, expected_cost, gumbel_noise, straight_through, temperature
 from rco.testing import NetworkObjective, QuadraticObjective, random_problem, true_optimum
 
@@ -91,8 +94,8 @@ def test_records_follow_the_schedule_and_the_budget():
         problem, QuadraticObjective(8, 3, seed=3), on_step=records.append
     )
     assert [r.step for r in records] == list(range(1, 11))
-    assert records[0].temperature == 1.0
-    assert 0.01 <= records[-1].temperature < records[0].temperature
+    # As printed: the first step is already one step down, the last one at the end of the schedule.
+    assert [r.temperature for r in records] == pytest.approx([0.01 ** (t / 10) for t in range(1, 11)])
     assert all(abs(r.expected_cost[0] - problem.budget) <= 1e-12 * problem.budget for r in records)
     assert records[-1].backwards == 20
     assert result.history == records
@@ -121,7 +124,7 @@ def test_an_allowance_shortens_every_part(allowance, batches):
     # Exchanges may end before the allowance does, when none pays any more.
     assert 0.6 * allowance < spent <= allowance
     assert len(result.history) >= 5
-    assert result.history[0].temperature == 1.0
+    assert 0.01 ** (1.5 / len(result.history)) < result.history[0].temperature < 1.0
     assert result.history[-1].temperature <= 0.01 ** (1 - 1.01 / len(result.history))
     assert {"final", "averaged", "uniform"} <= set(result.candidates)
 
@@ -328,4 +331,85 @@ def test_a_sample_without_a_solution_takes_that_of_the_logits(monkeypatch):
     monkeypatch.setattr(process, "solve_choices", lambda *_: Cut)
     found = process.sampled_choices(noisy, values, problem)
     assert (found[[0, 2, 3]] == solved[[0, 2, 3]]).all()
-    assert (found[1] == process.knapsack(values, problem)).all()
+    assert (found[1] == rco.solve_mckp(values, problem).allocation).all()
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("monotone", [False, True])
+def test_the_exact_knapsack_of_the_proxy_is_a_candidate(seed, monotone):
+    """The prior's logits hold a price that rewards underspending, so their knapsack need not be the losses'."""
+    rng = np.random.default_rng(seed)
+    problem = random_problem(seed, 10, 4, sense="<=", monotone=monotone)
+    losses = torch.from_numpy(np.sort(rng.random((10, 4)), axis=1)[:, ::-1].copy())
+    exact = rco.solve_mckp(-losses, problem).allocation
+
+    class Additive:
+        num_batches = 1
+
+        def loss(self, gates, batch):
+            return (gates * losses).sum()
+
+    prior = logits_from_losses(losses, problem)
+    result = rco.RCO(steps=0, refine=0).search(problem, Additive(), prior=prior, proxy=losses)
+    best = float(losses[torch.arange(10), torch.from_numpy(exact)].sum())
+    assert result.candidates["proxy"] == pytest.approx(best, rel=1e-12)
+    assert result.loss <= best + 1e-12
+
+
+def test_the_knapsack_of_a_prior_may_underspend():
+    """Why the proxy is handed over beside the prior: the smallest case in which the two differ."""
+    problem = rco.AllocationProblem([[0, 1, 2]] * 2, budget=3)
+    losses = torch.tensor([[1, 0.9, 0.0]] * 2, dtype=torch.float64)
+    exact = rco.solve_mckp(-losses, problem)
+    assert problem.cost(rco.solve_mckp(logits_from_losses(losses, problem), problem).allocation) < exact.cost
+    result = rco.RCO(steps=0, refine=0).search(
+        problem,
+        rco.core.search.CallableObjective(lambda g: (g * losses).sum()),
+        prior=logits_from_losses(losses, problem),
+        proxy=losses,
+    )
+    assert result.loss == pytest.approx(-exact.value)
+
+
+def test_resume_refuses_another_proxy():
+    problem, states = random_problem(3, 8, 3), []
+    proxy = torch.rand(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    searcher, objective = rco.RCO(steps=2, samples=2, refine=0), QuadraticObjective(8, 3, seed=3)
+    searcher.search(problem, objective, proxy=proxy, on_checkpoint=states.append)
+    with pytest.raises(ValueError, match="another proxy"):
+        searcher.search(problem, objective, proxy=proxy + 1, resume=states[0])
+
+
+def test_a_clock_that_ends_anywhere_ends_the_search_with_its_best(monkeypatch):
+    """The clock is read many times; whichever reading is the first one too late, the result stands."""
+    problem = random_problem(1, 8, 3, monotone=True)
+    objective = QuadraticObjective(8, 3, seed=1, num_batches=3, batch_noise=0.1)
+    searcher = rco.RCO(steps=2, samples=2, refine=None, max_seconds=1e9)
+    for last in range(1, 30):
+        looks = iter(range(10**9))
+        in_time = property(lambda self, looks=looks, last=last: next(looks) < last)
+        monkeypatch.setattr(rco.core.evaluation.Evaluator, "in_time", in_time)
+        result = searcher.search(problem, objective)
+        assert problem.is_feasible(result.allocation)
+        assert result.loss <= min(result.candidates.values()) + 1e-12
+
+
+@pytest.mark.parametrize("solved", range(9))
+def test_a_joint_knapsack_that_runs_out_of_time_costs_a_candidate_and_no_more(monkeypatch, solved):
+    from rco.core import knapsack_joint
+
+    rng = np.random.default_rng(0)
+    problem = rco.AllocationProblem(rng.integers(1, 20, (2, 6, 3)), budget=[60, 60], sense="<=")
+    real, count = knapsack_joint._solve_one, iter(range(10**9))
+    out_of_time = (np.full(6, -1), 2, np.inf)
+    monkeypatch.setattr(
+        knapsack_joint, "_solve_one", lambda *a: real(*a) if next(count) < solved else out_of_time
+    )
+    linear = torch.from_numpy(rng.normal(size=(6, 3)))
+    result = rco.minimize(lambda g: (g * linear).sum(), problem, steps=2, samples=3)
+    assert problem.is_feasible(result.allocation)
+    printed = rco.minimize(
+        lambda g: (g * linear).sum(), problem, steps=0, choose=False, refine=0, curvature=False
+    )
+    assert problem.is_feasible(printed.allocation)
+    assert printed.chosen_from in {"final", "uniform"}

@@ -182,6 +182,13 @@ class ExpertPruningBackend(Backend):
             return None
         return self.prior_from(self.prior_name)
 
+    def beliefs(self) -> dict[str, Tensor | None]:
+        """What a search is told: its initial logits, and losses that add up where sensitivities are the prior."""
+        if self.prior_name != "fisher" or self.prior_strength == 0:
+            return {"prior": self.prior()}
+        removed = torch.cat(self.scores["fisher"]).double()
+        return {"prior": self.prior(), "proxy": torch.stack([removed, torch.zeros_like(removed)], dim=1)}
+
     def prior_from(self, name: str) -> Tensor:
         """(N, 2) initial logits from one of the scores."""
         scores = self.scores[name]

@@ -200,13 +200,12 @@ def curvature(differences: Tensor, losses: Tensor | None = None) -> Tensor:
 
 
 def logits_from_losses(losses: Tensor, problem: AllocationProblem, strength: float = 1.0) -> Tensor:
-    """(N, K) logits whose knapsack is that of the losses, with the budget's price already in them.
+    """(N, K) initial logits: the losses of the options, with the price of their cost at the budget added.
 
-    The losses plus the price of the cost at the budget's multiplier are regrets in one currency; they are divided
-    by the median regret of the second-best option, so that ``strength`` 1 leaves half of the groups undecided.
+    The sums are regrets in one currency. They are divided by the median regret of the second-best option, so that
+    ``strength`` 1 leaves half of the groups undecided.
     """
-    price = _multiplier(losses.numpy(), problem)
-    total = losses + torch.from_numpy(price * problem.float_costs[0])
+    total = losses + torch.from_numpy(_priced_costs(losses.numpy(), problem))
     allowed = torch.tensor(problem.allowed)
     total = torch.where(allowed, total, torch.inf)
     regret = total - total.min(dim=1, keepdim=True).values
@@ -217,14 +216,27 @@ def logits_from_losses(losses: Tensor, problem: AllocationProblem, strength: flo
     return torch.where(allowed, -strength * (regret / unit).clamp(max=20.0), 0.0)
 
 
-def _multiplier(losses: np.ndarray, problem: AllocationProblem) -> float:
-    """The price of a unit of cost at which the separate choices just fit the budget, by bisection."""
-    costs = problem.float_costs[0]
-    budget = float(problem.float_budgets.sum())
-    open_losses = np.where(problem.allowed, losses, np.inf)
+def _priced_costs(losses: np.ndarray, problem: AllocationProblem) -> np.ndarray:
+    """(N, K) costs times the price at which the separate choices just fit the budget, each block at its own."""
+    if problem.num_joint > 1:
+        raise ValueError(
+            f"Initial logits from losses need one budget, or one per block; got {problem.num_joint} joint budgets."
+        )
+    costs, open_losses = problem.relative_costs[0], np.where(problem.allowed, losses, np.inf)
+    if problem.block_index is None:
+        return np.asarray(costs * _price(open_losses, costs, float(problem.relative_budgets[0])))
+    priced: np.ndarray = np.empty_like(costs)
+    for block, budget in enumerate(problem.relative_budgets):
+        rows = problem.block_index == block
+        priced[rows] = costs[rows] * _price(open_losses[rows], costs[rows], float(budget))
+    return priced
+
+
+def _price(losses: np.ndarray, costs: np.ndarray, budget: float) -> float:
+    """The price of a unit of cost at which every group's own best choice just fits the budget, by bisection."""
 
     def spent(price: float) -> float:
-        choices = (open_losses + price * costs).argmin(axis=1)
+        choices = (losses + price * costs).argmin(axis=1)
         return float(costs[np.arange(len(costs)), choices].sum())
 
     if spent(0.0) <= budget:

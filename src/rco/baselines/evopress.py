@@ -16,8 +16,9 @@ from torch import Tensor
 from rco.baselines.common import Ladder, fill_upwards, spent_and_budget
 from rco.baselines.evolution import Evolution, EvolutionProcess
 from rco.core.evaluation import Evaluator
+from rco.core.knapsack import knapsack
 from rco.core.problem import AllocationProblem
-from rco.core.process import Process, knapsack
+from rco.core.process import Process
 from rco.core.refine import uniform_allocation
 
 __all__ = ["EvoPress", "LevelSwitch"]

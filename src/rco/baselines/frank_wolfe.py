@@ -17,8 +17,9 @@ from torch import Tensor
 
 from rco.baselines.common import Ladder, draw_feasible
 from rco.core.evaluation import Evaluator, one_hot
+from rco.core.knapsack import knapsack
 from rco.core.problem import AllocationProblem
-from rco.core.process import BudgetedSearch, Process, knapsack
+from rco.core.process import BudgetedSearch, Process
 from rco.core.refine import Candidates, SampleTracker
 from rco.core.relaxation import batch_order
 

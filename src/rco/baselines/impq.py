@@ -22,8 +22,9 @@ from torch import Tensor
 
 from rco.baselines.common import Ladder, generator
 from rco.core.evaluation import Evaluator
+from rco.core.knapsack import knapsack
 from rco.core.problem import AllocationProblem
-from rco.core.process import BudgetedSearch, Process, knapsack, some_batches
+from rco.core.process import BudgetedSearch, Process, some_batches
 from rco.core.refine import Candidates, uniform_allocation
 
 __all__ = ["IMPQ", "Surrogate", "fit_surrogate", "minimise_surrogate"]

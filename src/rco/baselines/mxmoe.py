@@ -21,8 +21,9 @@ from torch import Tensor
 from rco.baselines.common import HasOptionErrors, HasOutputErrors, blocks_of
 from rco.baselines.selection import share_budget
 from rco.core.evaluation import Evaluator
+from rco.core.knapsack import knapsack
 from rco.core.problem import AllocationProblem
-from rco.core.process import BudgetedSearch, Process, checked_table, knapsack
+from rco.core.process import BudgetedSearch, Process, checked_table
 from rco.core.refine import Candidates
 
 __all__ = ["HasLayerErrors", "MxMoE", "solve_layer"]

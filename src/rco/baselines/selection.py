@@ -16,8 +16,9 @@ from torch import Tensor
 
 from rco.baselines.common import blocks_of, generator
 from rco.core.evaluation import Evaluator
+from rco.core.knapsack import knapsack
 from rco.core.problem import AllocationProblem
-from rco.core.process import BudgetedSearch, Process, knapsack
+from rco.core.process import BudgetedSearch, Process
 from rco.core.refine import Candidates
 
 __all__ = ["RandomPick", "TopGlobal", "TopPerBlock", "share_budget"]

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from rco.baselines.common import HasFisherLosses, HasOptionErrors, HasOutputErrors, Ladder
 from rco.core.evaluation import Evaluator, one_hot
+from rco.core.knapsack import knapsack
 from rco.core.problem import AllocationProblem
-from rco.core.process import BudgetedSearch, Process, checked_table, knapsack, some_batches
+from rco.core.process import BudgetedSearch, Process, checked_table, some_batches
 from rco.core.refine import Candidates, uniform_allocation
 
 __all__ = [

@@ -110,6 +110,7 @@ class Evaluator:
         self.curvature = objective.curvature if isinstance(objective, CurvedObjective) else None
         self.forwards = self.backwards = 0
         self.reserve = 0
+        self.starts = 0  # starting points that the final choice compares, at most
         self.most = self.max_seconds = math.inf
         self.seconds_before = 0.0
         self._began = time.perf_counter()

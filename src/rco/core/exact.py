@@ -1,9 +1,9 @@
 """Numbers as people write them, turned into exact rationals: the one place where that happens.
 
 A budget can only be met exactly if the costs are exact. Integers, Fractions, Decimals and strings
-("2.5", "7/3") already are. A float is read as the short decimal that prints it (2.1 means 21/10) as long as
-the array as a whole has a modest common denominator; otherwise, as with measured or random floats, it is read
-as the binary fraction it stores, which is exact too.
+("2.5", "7/3") already are. A float is read as the shortest decimal that prints it in its own precision: 2.1
+means 21/10, in float64 and in float32, whatever the other numbers beside it are. 1/3 as a float is
+0.3333333333333333; write "1/3" where the fraction is meant.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ExactArray", "exact_array", "exact_number", "integer_array"]
+__all__ = ["ExactArray", "exact_array", "exact_number", "exact_ratio", "integer_array"]
 
-# Floats whose decimals need a larger common denominator than this are not "written" decimals.
-_LARGEST_DECIMAL_DENOMINATOR = 10**12
 _INT64_SAFE = 2**62
 
 
@@ -60,6 +58,20 @@ def integer_array(values: np.ndarray) -> np.ndarray:
     return values
 
 
+def exact_ratio(numerators: np.ndarray, denominators: Any) -> np.ndarray:
+    """The float64 nearest to each quotient of two integers; equal quotients give equal floats."""
+    numerators, denominators = np.asarray(numerators), np.asarray(denominators)
+    divisor = math.gcd(int(np.gcd.reduce(numerators, axis=None)), int(np.gcd.reduce(denominators, axis=None)))
+    top = integer_array(np.asarray(numerators // divisor))
+    bottom = integer_array(np.asarray(denominators // divisor))
+    largest = max(int(np.max(np.abs(top))), int(np.max(np.abs(bottom))))
+    if largest < 2**53:  # both are floats without loss, and a division of floats is rounded once
+        return np.asarray(top.astype(np.float64) / bottom.astype(np.float64))
+    # Python divides integers of any size with one rounding.
+    divide = np.frompyfunc(lambda n, d: int(n) / int(d), 2, 1)
+    return np.asarray(divide(top.astype(object), bottom.astype(object)), dtype=np.float64)
+
+
 def exact_number(value: Any, name: str) -> Fraction:
     """One number as a Fraction."""
     array = exact_array(value, name)
@@ -83,7 +95,7 @@ def exact_array(values: Any, name: str) -> ExactArray:
     if array.dtype.kind == "u":
         return ExactArray(integer_array(array.astype(object)), 1)
     if array.dtype.kind == "f":
-        return _from_floats(array.astype(np.float64), name)
+        return _from_floats(array, name)
     if array.dtype == object:
         return _from_objects(array, name)
     raise ValueError(f"{name} must hold numbers, got dtype {array.dtype}.")
@@ -96,10 +108,12 @@ def _from_floats(array: np.ndarray, name: str) -> ExactArray:
     if (array == np.rint(array)).all() and (np.abs(array) < _INT64_SAFE).all():
         return ExactArray(array.astype(np.int64), 1)
     unique, inverse = np.unique(array, return_inverse=True)
-    decimals = [Fraction(repr(float(v))) for v in unique]
-    if math.lcm(*(f.denominator for f in decimals)) > _LARGEST_DECIMAL_DENOMINATOR:
-        decimals = [Fraction(float(v)) for v in unique]
-    return _over_one_denominator(decimals, inverse.reshape(array.shape))
+    return _over_one_denominator([_decimal(v) for v in unique], inverse.reshape(array.shape))
+
+
+def _decimal(value: float | np.floating) -> Fraction:
+    """The shortest decimal that reads back as this float in its own precision."""
+    return Fraction(str(value))
 
 
 def _from_objects(array: np.ndarray, name: str) -> ExactArray:
@@ -125,7 +139,7 @@ def _from_objects(array: np.ndarray, name: str) -> ExactArray:
 def _fraction(value: Any, name: str, position: tuple[int, ...]) -> Fraction:
     convert: Callable[[Any], Fraction]
     if isinstance(value, float | np.floating):
-        convert = lambda v: Fraction(repr(float(v)))  # noqa: E731
+        convert = _decimal
     else:
         convert = lambda v: Fraction(int(v)) if isinstance(v, np.integer) else Fraction(v)  # noqa: E731
     try:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core.exact import ExactArray
 from rco.core.manifold_kernels import local_cost
 from rco.core.problem import AllocationProblem
 
@@ -20,7 +19,7 @@ _RESOLUTION = 2.0**-48
 
 
 class LocalCost(NamedTuple):
-    """Expected cost and its gradient at one point."""
+    """Expected cost and its gradient at one point, as shares of the budgets' ranges."""
 
     normal: Tensor  # (q, N, K); the rows of a block hold that block's normal
     expected: Tensor  # (J,), counted from the cheapest assignment's cost
@@ -29,23 +28,26 @@ class LocalCost(NamedTuple):
 class ExpectedCost:
     """``C(x) = sum_i w_i <softmax(x_i), c_i>`` for q joint budgets or J separable blocks.
 
-    Each group's cheapest option counts as zero here: the softmax does not see a shift of a whole row, and large
-    common offsets would cost digits. Directions, along which a retraction shifts logits, are the unweighted
-    costs, divided by the widest spread under their budget so that shifts of size 1 are the natural scale.
+    Costs are counted from each group's cheapest option, which the softmax does not notice, and in units of their
+    budget's range. All geometry is therefore the same, bit for bit, whatever unit or offset the problem has.
+    Directions, along which a retraction shifts logits, are the unweighted costs, divided by the widest spread under
+    their budget so that shifts of size 1 are the natural scale.
 
     Args:
         problem: Where costs, weights, budgets and blocks come from.
-        tol: Accepted ``|C - B|`` relative to ``|B|``.
+        tol: Accepted ``|C - B|`` relative to what the budget allows above the cheapest assignment.
 
     Attributes:
         costs: (q, N, K) weighted costs above each group's cheapest option.
         directions: (q, N, K) normalised directions of the retraction.
-        weights: (N,).
-        scale: (J,) what directions were divided by.
-        base: (J,) cost of the cheapest assignment.
-        target: (J,) budgets above ``base``.
-        span: (J,) highest cost above ``base``.
-        tolerance: (J,) accepted ``|C - B|``.
+        weights: (N,) as shares of the largest weight.
+        scale: (J,) what directions were divided by, in the problem's units.
+        slope: (J,) what a share of the range is in units of direction times weight.
+        base: (J,) cost of the cheapest assignment in the problem's units.
+        unit: (J,) width of the range in the problem's units; 1 where it is empty.
+        target: (J,) budgets as shares of their range.
+        span: (J,) 1, or 0 where the range is empty.
+        tolerance: (J,) accepted ``|C - B|`` as a share of the range.
         blocks: (N,) block of each group, or None.
         forbidden: (N, K) booleans, or None where everything is allowed.
         separable: Whether no group counts under two budgets.
@@ -59,31 +61,21 @@ class ExpectedCost:
         self.blocks = None if index is None else torch.from_numpy(index.copy())
         self.forbidden = None if problem.allowed.all() else torch.from_numpy(~problem.allowed)
 
-        units = problem.unit_costs - problem.unit_costs.min(axis=2, keepdims=True)  # exact, in integers
-        costs = ExactArray(units, problem.denominator).to_float()
-        directions = costs / problem.weights[None, :, None]
-        spread = directions.max(axis=2)  # (q, N)
-        if index is None:
-            scale = spread.max(axis=1)
-        else:
-            scale = np.zeros(problem.num_budgets)
-            np.maximum.at(scale, index, spread[0])
-        scale[scale == 0] = 1.0
-        per_group = scale[:, None, None] if index is None else scale[index, None]
-        self.costs = torch.from_numpy(np.ascontiguousarray(costs))
-        self.directions = torch.from_numpy(np.ascontiguousarray(directions / per_group))
-        self.weights = torch.from_numpy(problem.weights.copy())
-        self.scale = scale
+        directions, widest = problem.relative_directions
+        self.costs = torch.from_numpy(np.ascontiguousarray(problem.relative_costs))
+        self.directions = torch.from_numpy(np.ascontiguousarray(directions))
+        self.weights = torch.from_numpy(problem.relative_weights)
 
         low, high = problem.unit_range
-        unit = problem.denominator
-        lowest = [Fraction(v, unit) for v in low]
-        self.base = torch.tensor([float(v) for v in lowest], dtype=torch.float64)
-        self.target = np.array([float(b - v) for b, v in zip(problem.budgets, lowest, strict=True)])
-        self.span = np.array([float(Fraction(h - v, unit)) for h, v in zip(high, low, strict=True)])
-        self.tolerance = np.maximum(
-            tol * np.abs(problem.float_budgets), _RESOLUTION * np.minimum(self.target, self.span)
-        )
+        spans = [Fraction(h - v, problem.denominator) for h, v in zip(high, low, strict=True)]
+        self.base = torch.tensor([float(Fraction(v, problem.denominator)) for v in low], dtype=torch.float64)
+        self.unit = torch.tensor([float(span) or 1.0 for span in spans], dtype=torch.float64)
+        self.span = np.array([float(span > 0) for span in spans])
+        self.scale = np.array([float(w) for w in widest])
+        heaviest = problem.largest_weight
+        self.slope = np.array([float(span / (w * heaviest)) for span, w in zip(spans, widest, strict=True)])
+        self.target = problem.relative_budgets
+        self.tolerance = max(tol, _RESOLUTION) * np.minimum(self.target, self.span)
         order = np.arange(problem.num_groups) if index is None else np.argsort(index, kind="stable")
         ends = [problem.num_groups] if index is None else np.cumsum(np.bincount(index))
         self.separable = problem.num_joint == 1
@@ -115,7 +107,7 @@ class ExpectedCost:
     def value(self, masked: Tensor) -> Tensor:
         """Expected costs (J,) in the problem's units; differentiable."""
         probabilities = torch.softmax(masked, dim=-1)
-        return self.base + self.total((probabilities * self.costs).sum(dim=-1))
+        return self.base + self.unit * self.total((probabilities * self.costs).sum(dim=-1))
 
     def local(self, masked: Tensor) -> LocalCost:
         """Expected cost and normal at a point, kept for the next call: a step asks for them twice or more."""
@@ -146,7 +138,12 @@ class ExpectedCost:
             return base + torch.from_numpy(per_group)[:, None] * self.directions[0]
         return base + (torch.from_numpy(shift) @ self.directions.flatten(1)).view_as(base)
 
-    def slack(self, local: LocalCost) -> Tensor:
-        """``sqrt(B - C)`` (J,), zero where the budget is met to tolerance."""
+    def in_problem_units(self, normal: Tensor) -> Tensor:
+        """Gradients (q, N, K) of the expected cost in the problem's units."""
+        unit = self.unit if self.blocks is None else self.unit[self.blocks][None]
+        return normal * (unit[:, None, None] if self.blocks is None else unit[:, :, None])
+
+    def room(self, local: LocalCost) -> Tensor:
+        """``B - C`` (J,) as a share of the range, zero where the budget is met to tolerance."""
         room = torch.from_numpy(self.target) - local.expected
-        return torch.where(room > torch.from_numpy(self.tolerance), room, 0.0).sqrt()
+        return torch.where(room > torch.from_numpy(self.tolerance), room, 0.0)

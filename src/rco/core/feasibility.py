@@ -64,11 +64,10 @@ def _check_joint(problem: AllocationProblem) -> None:
 
     cells = np.flatnonzero(problem.allowed)
     rows = cells // problem.num_options
-    matrix = problem.float_costs.reshape(problem.num_joint, -1)[:, cells]
-    budgets = np.array([float(b) for b in problem.budgets])
-    scale = np.maximum(np.abs(matrix).max(axis=1), 1e-300)
+    # In units of the ranges, shared among the groups so that entries are of moderate size.
+    matrix = problem.num_groups * problem.relative_costs.reshape(problem.num_joint, -1)[:, cells]
     choose_one = csr_matrix((np.ones(len(cells)), (rows, np.arange(len(cells)))))
-    totals, targets = csr_matrix(matrix / scale[:, None]), budgets / scale
+    totals, targets = csr_matrix(matrix), problem.num_groups * problem.relative_budgets
     # Under "==" the continuous iterate must be able to stand on every budget at once.
     exact = problem.sense == "=="
     result = linprog(

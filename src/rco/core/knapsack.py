@@ -19,9 +19,17 @@ import torch
 from torch import Tensor
 
 from rco.core.knapsack_plan import Choices, over_budget, plans, total_value
-from rco.core.problem import AllocationProblem
+from rco.core.problem import AllocationProblem, InfeasibleBudgetError
 
-__all__ = ["BatchSolution", "Choices", "Solution", "solve_choices", "solve_mckp"]
+__all__ = [
+    "BatchSolution",
+    "Choices",
+    "Solution",
+    "found_allocation",
+    "knapsack",
+    "solve_choices",
+    "solve_mckp",
+]
 
 Status = Literal["optimal", "infeasible", "limit"]
 
@@ -159,6 +167,24 @@ def solve_choices(
     """:func:`solve_mckp` for loops: stacked choices, status codes and gaps, without an object per sample."""
     array = _checked_values(values, problem)
     return _solve(array[None] if array.ndim == 2 else array, problem, max_states, time_limit)[0]
+
+
+def found_allocation(values: np.ndarray | Tensor, problem: AllocationProblem) -> np.ndarray | None:
+    """Choices of the exact knapsack of some values; None if there are none, or none within its time limit."""
+    solution = solve_mckp(values, problem)
+    assert isinstance(solution, Solution)
+    return None if (solution.allocation < 0).any() else solution.allocation
+
+
+def knapsack(values: np.ndarray | Tensor, problem: AllocationProblem) -> np.ndarray:
+    """Choices of the exact knapsack of some values; an error where it has no solution within the budgets."""
+    found = found_allocation(values, problem)
+    if found is None:
+        raise InfeasibleBudgetError(
+            f"The knapsack found no allocation within the budgets {problem.budget}, or none within its "
+            f"{_DEFAULT_SECONDS:.0f} seconds; raise the budgets, or allow cheaper options."
+        )
+    return found
 
 
 def _checked_values(values: Any, problem: AllocationProblem) -> np.ndarray:

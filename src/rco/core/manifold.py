@@ -12,9 +12,10 @@ from typing import Literal, overload
 
 import numpy as np
 import torch
+from scipy.optimize import nnls
 from torch import Tensor
 
-from rco.core.expected_cost import ExpectedCost
+from rco.core.expected_cost import ExpectedCost, LocalCost
 from rco.core.manifold_kernels import project_rows
 from rco.core.problem import AllocationProblem, InfeasibleBudgetError
 from rco.core.retraction import JointShift, NoConvergenceError, SeparableShift
@@ -34,8 +35,8 @@ class BudgetManifold:
         problem: Costs, weights, budgets, blocks and forbidden options.
         retraction: ``"newton"`` (safeguarded, about 3 softmax evaluations inside a run) or ``"bisection"`` (the
             paper's; one budget or blocks only).
-        tol: Largest accepted ``|C(x) - B|`` relative to ``|B|``. Where costs of both signs cancel to a far smaller
-            budget (0, say), what float64 resolves of the total bounds it from below.
+        tol: Largest accepted ``|C(x) - B|`` relative to what the budget allows above the cheapest assignment, so
+            that neither the unit of cost nor an offset matters.
 
     Attributes:
         softmax_evaluations: How many softmax evaluations all retractions so far have taken.
@@ -120,7 +121,10 @@ class BudgetManifold:
     @torch.no_grad()
     def slack(self, x: Tensor) -> Tensor:
         """``s = sqrt(B - C(x))``, 0 where the budget is met to tolerance: 0-d, or (J,) for several budgets."""
-        return self._per_budget(self._cost.slack(self._cost.local(self._logits(x))))
+        return self._per_budget(self._slack(self._cost.local(self._logits(x))))
+
+    def _slack(self, local: LocalCost) -> Tensor:
+        return (self._cost.unit * self._cost.room(local)).sqrt()
 
     def check_point(self, x: Tensor) -> tuple[bool, str | None]:
         """Whether ``x`` lies on the manifold; if not, why."""
@@ -135,8 +139,8 @@ class BudgetManifold:
             return True, None
         j = int(np.argmax(excess - cost.tolerance))
         return False, (
-            f"{cost.name(j)} is not met: C(x) - B = {residual[j]:.3e}, where C(x) {self.problem.sense} B must hold "
-            f"to {cost.tolerance[j]:.3e}."
+            f"{cost.name(j)} is not met: C(x) - B = {residual[j] * cost.unit[j]:.3e}, where C(x) "
+            f"{self.problem.sense} B must hold to {cost.tolerance[j] * cost.unit[j]:.3e}."
         )
 
     def random_point(self, seed: int = 0) -> Tensor:
@@ -152,8 +156,8 @@ class BudgetManifold:
 
         (N, K) for one budget and for blocks, whose normals have disjoint rows; (q, N, K) for joint budgets.
         """
-        normal = self._cost.local(self._logits(x)).normal
-        return (normal[0] if self.problem.num_joint == 1 else normal).clone()
+        normal = self._cost.in_problem_units(self._cost.local(self._logits(x)).normal)
+        return normal[0] if self.problem.num_joint == 1 else normal
 
     @overload
     def project(
@@ -175,10 +179,10 @@ class BudgetManifold:
             v: The vector, (N, K).
             slack_component: The vector's component along the slack, shaped as :meth:`slack`. Given, the projected
                 pair is returned; not given, it is taken as zero and the (N, K) part is returned.
-            one_sided: Under ``"<="``, remove only what would raise a cost when ``-v`` is followed, as a descent
-                does; without effect under ``"=="``. The printed projection (False) lets a point that touches the
-                budget leave it only through curvature, so that a search can stick there, the more so the larger
-                the unit in which costs are counted.
+            one_sided: Under ``"<="``, project ``-v`` onto the directions that the feasible set allows: what would
+                raise a cost that is at its budget is removed, all else stays. Without effect under ``"=="``. The
+                printed projection (False) removes a part of every rise and fall of a cost, the more the larger the
+                unit in which costs are counted, so that a search can stick to a budget or drift below it.
         """
         cost = self._cost
         local = cost.local(self._logits(x))
@@ -190,25 +194,64 @@ class BudgetManifold:
             if slack_component is None
             else slack_component.detach().double().reshape(-1)
         )
-        # The augmented normal is (n, 2s); without slack its last entry is zero.
-        last = 2 * cost.slack(local) if self._inequality else torch.zeros_like(along)
-        one_sided = one_sided and self._inequality
-        if cost.separable:
-            projected, moved = torch.empty_like(v), torch.empty_like(along)
-            project_rows(
-                local.normal[0].numpy(),
-                last.numpy(),
-                v.numpy(),
-                along.numpy(),
-                cost.order,
-                cost.offsets,
-                one_sided,
-                projected.numpy(),
-                moved.numpy(),
+        if self._inequality and one_sided:
+            projected, moved = self._allowed_part(local, v), torch.zeros_like(along)
+        elif self._inequality:
+            # The augmented normal is (n, 2s).
+            projected, moved = self._without_normals(
+                cost.in_problem_units(local.normal), v, 2 * self._slack(local), along
             )
         else:
-            projected, moved = _project_joint(local.normal, last, v, along, one_sided)
+            projected, moved = self._without_normals(local.normal, v, torch.zeros_like(along), along)
         return projected if slack_component is None else (projected, moved.reshape(slack_component.shape))
+
+    def _without_normals(
+        self, normal: Tensor, v: Tensor, last: Tensor, along: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Project the augmented normals ``(n_j, last_j)`` out of ``(v, along)``."""
+        cost = self._cost
+        if not cost.separable:
+            rows = _unit_rows(torch.cat([normal.flatten(1), torch.diag(last)], dim=1))
+            whole = _remove(rows, torch.cat([v.flatten(), along]))
+            return whole[: v.numel()].view_as(v), whole[v.numel() :]
+        projected, moved = torch.empty_like(v), torch.empty_like(along)
+        project_rows(
+            normal[0].numpy(),
+            last.numpy(),
+            v.numpy(),
+            along.numpy(),
+            cost.order,
+            cost.offsets,
+            False,
+            projected.numpy(),
+            moved.numpy(),
+        )
+        return projected, moved
+
+    def _allowed_part(self, local: LocalCost, v: Tensor) -> Tensor:
+        """``v`` with what must be added so that following ``-v`` raises no cost that is at its budget."""
+        cost = self._cost
+        binding = cost.room(local) == 0
+        if not bool(binding.any()):
+            return v.clone()
+        if not cost.separable:
+            return _onto_cone(_unit_rows(local.normal.flatten(1)[binding]), v)
+        projected, none = torch.empty_like(v), np.zeros(cost.num_budgets)
+        normal = local.normal[0]
+        if not bool(binding.all()):
+            normal = torch.where(binding[cost.blocks][:, None], normal, 0.0)  # a zero normal removes nothing
+        project_rows(
+            normal.contiguous().numpy(),
+            none,
+            v.numpy(),
+            none,
+            cost.order,
+            cost.offsets,
+            True,
+            projected.numpy(),
+            none.copy(),
+        )
+        return projected
 
     @overload
     def transport(
@@ -314,33 +357,29 @@ class BudgetManifold:
         j = int(np.argmax(excess / cost.tolerance))
         return InfeasibleBudgetError(
             f"{cost.name(j)} ({float(self.problem.budgets[j]):.12g}) could not be reached: C - B stays at "
-            f"{residual[j]:.3e} where {cost.tolerance[j]:.3e} is allowed. Budgets that hold together only when "
-            "some group takes one option for certain are met by no finite logits; loosen that budget."
+            f"{residual[j] * cost.unit[j]:.3e} where {cost.tolerance[j] * cost.unit[j]:.3e} is allowed. Budgets "
+            "that hold together only when some group takes one option for certain are met by no finite logits; "
+            "loosen that budget."
         )
 
 
-def _project_joint(
-    normal: Tensor, last: Tensor, v: Tensor, along: Tensor, one_sided: bool
-) -> tuple[Tensor, Tensor]:
-    """Project out q augmented normals ``(n_j, last_j e_j)`` that may be nearly dependent."""
-    rows = torch.cat([normal.flatten(1), torch.diag(last)], dim=1)
+def _unit_rows(rows: Tensor) -> Tensor:
+    """Rows of norm one; rows of zeros stay."""
     rows = rows / rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-300)
     norms = rows.norm(dim=1, keepdim=True)
-    rows = rows / torch.where(norms > 0, norms, 1.0)
-    vector = torch.cat([v.flatten(), along])
-    if one_sided:
-        projected, active = vector, rows @ vector < 0
-        noise = 1e-14 * float(vector.norm())
-        # Removing one normal can turn the vector against another; those join until none is left.
-        while bool(active.any()):
-            projected = _remove(rows[active], vector)
-            turned = ~active & (rows @ projected < -noise)
-            if not bool(turned.any()):
-                break
-            active = active | turned
-    else:
-        projected = _remove(rows, vector)
-    return projected[: v.numel()].view_as(v), projected[v.numel() :]
+    return rows / torch.where(norms > 0, norms, 1.0)
+
+
+def _onto_cone(rows: Tensor, v: Tensor) -> Tensor:
+    """The vector nearest to ``v`` whose inner product with no row is negative.
+
+    By Moreau's decomposition it is ``v`` plus the non-negative combination of rows nearest to ``-v``.
+    """
+    vector = v.flatten()
+    for _ in range(2):  # the second pass removes what rounding left in the first
+        factors, _ = nnls(rows.T.numpy(), -vector.numpy())
+        vector = vector + torch.from_numpy(factors) @ rows
+    return vector.view_as(v)
 
 
 def _remove(rows: Tensor, vector: Tensor) -> Tensor:

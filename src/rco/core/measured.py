@@ -27,7 +27,7 @@ class MeasuredLosses:
     """
 
     def __init__(self, problem: AllocationProblem, curvature: Tensor) -> None:
-        costs = torch.from_numpy(problem.float_costs).sum(dim=0)
+        costs = torch.from_numpy(problem.relative_costs).sum(dim=0)
         self._best = torch.where(torch.tensor(problem.allowed), costs, -torch.inf).argmax(dim=1)
         self._rows = torch.arange(problem.num_groups)
         self._own = curvature[self._rows, :, self._best]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rco.core.allocation import Allocation
-from rco.core.exact import ExactArray, exact_array, integer_array
+from rco.core.exact import ExactArray, exact_array, exact_ratio, integer_array
 from rco.core.feasibility import InfeasibleBudgetError, check_budgets
 from rco.core.floors import Floors
 from rco.core.problem_input import (
@@ -267,14 +267,68 @@ class AllocationProblem:
         return ExactArray(self.unit_costs, self.denominator).to_float()
 
     @cached_property
+    def relative_costs(self) -> np.ndarray:
+        """(q, N, K) float64 costs above each group's cheapest option, as shares of their budget's range.
+
+        Bit for bit the same whatever unit costs are counted in and whatever offset a group's costs have.
+        """
+        low, high = self.unit_range
+        span = np.array([max(h - v, 1) for h, v in zip(high, low, strict=True)], dtype=object)
+        above = self.unit_costs - self.unit_costs.min(axis=2, keepdims=True)
+        return exact_ratio(
+            above, span[:, None, None] if self.block_index is None else span[self.block_index][:, None]
+        )
+
+    @cached_property
+    def relative_budgets(self) -> np.ndarray:
+        """(J,) float64 budgets above their lowest total, as shares of their range; 0 where the range is empty."""
+        low, high = self.unit_range
+        ranges = zip(self.budgets, low, high, strict=True)
+        return np.array([float((b * self.denominator - v) / (h - v)) if h > v else 0.0 for b, v, h in ranges])
+
+    @cached_property
     def directions(self) -> np.ndarray:
         """(q, N, K) float64 unweighted costs: the directions along which the retraction shifts logits."""
         return np.ascontiguousarray(self._directions.to_float())
 
     @cached_property
+    def relative_directions(self) -> tuple[np.ndarray, tuple[Fraction, ...]]:
+        """:attr:`directions` above each group's lowest, over a budget's widest spread; and those spreads.
+
+        The former, (q, N, K) float64, are as free of units as :attr:`relative_costs`.
+        """
+        directions = self._directions.numerators
+        above = directions - directions.min(axis=2, keepdims=True)
+        spread = above.max(axis=2)
+        if self.block_index is None:
+            widest = spread.max(axis=1)
+        else:
+            widest = np.zeros(self.num_budgets, dtype=spread.dtype)
+            np.maximum.at(widest, self.block_index, spread[0])
+        widest = np.where(widest == 0, 1, widest)
+        per_group = widest[:, None, None] if self.block_index is None else widest[self.block_index][:, None]
+        return exact_ratio(above, per_group), tuple(
+            Fraction(int(w), self._directions.denominator) for w in widest
+        )
+
+    @cached_property
     def weights(self) -> np.ndarray:
         """(N,) float64 weights."""
         return self._weights.to_float() if self._weights is not None else np.ones(self.num_groups)
+
+    @property
+    def largest_weight(self) -> Fraction:
+        """The largest weight, exactly."""
+        if self._weights is None:
+            return Fraction(1)
+        return Fraction(int(self._weights.numerators.max()), self._weights.denominator)
+
+    @cached_property
+    def relative_weights(self) -> np.ndarray:
+        """(N,) float64 weights as shares of the largest."""
+        if self._weights is None:
+            return np.ones(self.num_groups)
+        return exact_ratio(self._weights.numerators, self._weights.numerators.max())
 
     @cached_property
     def float_budgets(self) -> np.ndarray:

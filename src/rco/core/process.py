@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from rco.core.evaluation import Evaluator, OutOfAllowance
-from rco.core.knapsack import Solution, solve_choices, solve_mckp
-from rco.core.problem import AllocationProblem, InfeasibleBudgetError
+from rco.core.knapsack import found_allocation, solve_choices
+from rco.core.problem import AllocationProblem
 from rco.core.protocols import Objective
-from rco.core.refine import Candidates, uniform_allocation
+from rco.core.refine import Candidates, layer_order, uniform_allocation
 from rco.core.relaxation import batch_order
 from rco.core.result import SearchResult, StepRecord
 
@@ -30,12 +30,11 @@ __all__ = [
     "OnIncumbent",
     "Process",
     "checked_table",
-    "knapsack",
     "sampled_choices",
     "some_batches",
 ]
 
-_STATE_VERSION = 2
+_STATE_VERSION = 3
 _OPEN_END = 10**9
 _ALLOWANCE = ("max_evaluations", "max_seconds")  # may change when a search is resumed
 
@@ -58,28 +57,17 @@ def checked_table(table: Any, problem: AllocationProblem, name: str) -> np.ndarr
     return np.where(problem.allowed, array, 0.0)
 
 
-def knapsack(values: np.ndarray | Tensor, problem: AllocationProblem) -> np.ndarray:
-    """Choices of the exact knapsack of some values; an error where it has no solution within the budgets."""
-    solution = solve_mckp(values, problem)
-    assert isinstance(solution, Solution)
-    if (solution.allocation < 0).any():
-        raise InfeasibleBudgetError(
-            f"The knapsack found no allocation within the budgets {problem.budget} (status {solution.status}); "
-            "raise them, or allow cheaper options."
-        )
-    return solution.allocation
-
-
 def sampled_choices(values: np.ndarray, centre: Tensor, problem: AllocationProblem) -> np.ndarray:
     """Choices (S, N) of the exact knapsacks of perturbed values (S, N, K).
 
     With joint budgets the solver's time may run out before it has any; such a sample is the knapsack of the
-    unperturbed ``centre``.
+    unperturbed ``centre`` or, if that has none either, the uniform assignment.
     """
     choices = solve_choices(values, problem).choices
     missed = (choices < 0).any(axis=1)
     if missed.any():
-        choices[missed] = knapsack(centre, problem)
+        found = found_allocation(centre, problem)
+        choices[missed] = uniform_allocation(problem) if found is None else found
     return choices
 
 
@@ -230,6 +218,7 @@ class BudgetedSearch(ABC):
         objective: Objective,
         *,
         prior: Tensor | None = None,
+        proxy: Tensor | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
         on_checkpoint: Callable[[dict[str, Any]], None] | None = None,
         on_incumbent: OnIncumbent | None = None,
@@ -241,6 +230,7 @@ class BudgetedSearch(ABC):
             problem: Costs and budget.
             objective: The loss; see :class:`rco.core.protocols.Objective`.
             prior: (N, K) scores, higher is better.
+            proxy: (N, K) losses of the options, taken to add up; their exact knapsack is among the candidates.
             on_step: Called with a record after every step.
             on_checkpoint: Called after every step with a state that ``resume`` accepts.
             on_incumbent: Called after every step with its record and a function that says what the method would
@@ -248,7 +238,7 @@ class BudgetedSearch(ABC):
             resume: A state from ``on_checkpoint``; the search goes on to the result it would have reached. The
                 allowance may differ, nothing else.
         """
-        run = _Run(self, problem, objective, prior)
+        run = _Run(self, problem, objective, prior, proxy)
         if resume is not None:
             run.load(resume)
         while (record := run.advance()) is not None:
@@ -265,13 +255,20 @@ class _Run:
     """A process, its evaluator and its history."""
 
     def __init__(
-        self, settings: BudgetedSearch, problem: AllocationProblem, objective: Objective, prior: Tensor | None
+        self,
+        settings: BudgetedSearch,
+        problem: AllocationProblem,
+        objective: Objective,
+        prior: Tensor | None,
+        proxy: Tensor | None,
     ) -> None:
         self.settings, self.problem = settings, problem
         self.prior = None if prior is None else torch.from_numpy(checked_table(prior, problem, "prior"))
+        self.proxy = None if proxy is None else torch.from_numpy(checked_table(proxy, problem, "proxy"))
         self.uniform = uniform_allocation(problem)
         self.evaluator = Evaluator(objective)
         self.evaluator.limit(settings.max_evaluations, settings.max_seconds)
+        self.evaluator.starts = self._most_starts()
         self.process = settings.begin(problem, self.evaluator, self.prior)
         self._keep_back()
         self._check_allowance()
@@ -279,11 +276,17 @@ class _Run:
         self.best = math.inf
         self.history: list[StepRecord] = []
 
+    def _most_starts(self) -> int:
+        """Starting points that the final choice compares, at most."""
+        if not self.settings.compares_starts:
+            return 0
+        spent = 2 if self.problem.monotone else 1
+        known = self.settings.starts_from_prior
+        return 1 + int(known and self.prior is not None) + spent * int(known and self.proxy is not None)
+
     def _keep_back(self) -> None:
         """Set evaluations aside for the final choice and what follows it."""
-        settings = self.settings
-        compared = self.process.own_candidates + int(settings.compares_starts)
-        compared += int(settings.compares_starts and settings.starts_from_prior and self.prior is not None)
+        compared = self.process.own_candidates + self.evaluator.starts
         self.evaluator.reserve = compared * len(self.evaluator.selection_batches) + self.process.kept_back
 
     def _check_allowance(self) -> None:
@@ -327,7 +330,8 @@ class _Run:
         """Compare what was found with the starting points on the selection split, and polish the winner."""
         candidates = Candidates(self.process.problem, self.evaluator)
         self.process.propose(candidates)
-        if self.settings.compares_starts:
+        # Joint knapsacks can run out of time, so that a method has nothing to propose.
+        if self.settings.compares_starts or not candidates.choices:
             self._add_starts(candidates)
         for name, choices in candidates.choices.items():
             assert self.problem.is_feasible(choices), f"{self.settings.name} proposed {name} over budget"
@@ -355,10 +359,12 @@ class _Run:
         )
 
     def _add_starts(self, candidates: Candidates) -> None:
+        if self.settings.starts_from_prior and self.proxy is not None:
+            candidates.add_exactly("proxy", -self.proxy)
         if self.settings.starts_from_prior and self.prior is not None:
-            candidates.add("prior", knapsack(self.prior, self.problem), self.prior)
+            candidates.add_values("prior", self.prior)
         if self.settings.spends_uniform:
-            candidates.add_uniform()
+            candidates.add("uniform", self.uniform, torch.from_numpy(layer_order(self.problem)))
         else:
             candidates.choices["uniform"] = self.uniform
 
@@ -376,6 +382,7 @@ class _Run:
             "settings": self._plain_settings(),
             "problem": self.problem.fingerprint,
             "prior": None if self.prior is None else self.prior.clone(),
+            "proxy": None if self.proxy is None else self.proxy.clone(),
             "step": self.step,
             "best": self.best,
             "counter": [self.evaluator.forwards, self.evaluator.backwards],
@@ -399,11 +406,11 @@ class _Run:
                     f"The checkpoint was made with {name}={state['settings'].get(name)}, this search has "
                     f"{name}={mine}; resume with the same settings or start anew."
                 )
-        theirs = state["prior"]
-        if (theirs is None) != (self.prior is None) or (
-            theirs is not None and self.prior is not None and not torch.equal(theirs, self.prior)
-        ):
-            raise ValueError("The checkpoint was started from another prior.")
+        for name, mine in (("prior", self.prior), ("proxy", self.proxy)):
+            theirs = state[name]
+            same = theirs is mine if theirs is None or mine is None else torch.equal(theirs, mine)
+            if not same:
+                raise ValueError(f"The checkpoint was started from another {name}.")
         self.step, self.best = state["step"], state["best"]
         self.evaluator.forwards, self.evaluator.backwards = state["counter"]
         self.evaluator.seconds_before = state["seconds"]

@@ -89,6 +89,7 @@ class Searcher(Protocol):
         objective: Objective,
         *,
         prior: Tensor | None = None,
+        proxy: Tensor | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> SearchResult:
         """Find an allocation of low loss; never one over budget."""

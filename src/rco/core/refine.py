@@ -6,6 +6,7 @@ if it lowers the loss there.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core.evaluation import Evaluator, one_hot
-from rco.core.knapsack import solve_mckp
+from rco.core.evaluation import Evaluator, OutOfAllowance, one_hot
+from rco.core.knapsack import found_allocation, knapsack
 from rco.core.problem import AllocationProblem
 from rco.core.result import StepRecord
 
@@ -34,48 +35,68 @@ __all__ = [
 _DAMPINGS = (1.0, 1.4, 2.0, 2.8, 4.0, 8.0)
 # Moves that are predicted to pay most are tried first; more than this many are never ranked at once.
 _MOVES_PER_SIDE = 512
+_HORIZON = 32  # samples that the moving average of losses looks back on
 # An exchange round ends after this many proposals in a row that did not pay.
 _PATIENCE = 96
 
 
 class SampleTracker:
-    """Remembers the sample whose loss fell furthest below what its batches usually show."""
+    """The best sample so far, with the difficulty of the batches it was measured on taken out.
+
+    Samples are measured on different batches, some of which are harder than others. How much harder is learned from
+    the samples themselves: the mean distance of a batch's losses from the moving average of all losses. A batch that
+    was never visited counts as average.
+    """
 
     def __init__(self, num_batches: int) -> None:
-        self._mean = np.zeros(num_batches)
-        self._seen = np.zeros(num_batches, dtype=np.int64)
+        self._excess = np.zeros(num_batches)  # sums of a batch's losses above the moving average
+        self._visits = np.zeros(num_batches, dtype=np.int64)
+        self._average, self._count = 0.0, 0
+        self._batches: list[int] = []  # those of the best sample, and its loss there
+        self._measured = math.inf
         self.choices: np.ndarray | None = None
         self.loss = math.inf
-        self._advantage = math.inf
+
+    def _difficulty(self, batches: Sequence[int]) -> float:
+        if len(self._visits) == 1:
+            return 0.0  # every sample was measured on the same batch
+        index = np.asarray(batches)
+        return float((self._excess[index] / np.maximum(self._visits[index], 1)).mean())
 
     def see(self, choices: np.ndarray, batches: Sequence[int], loss: float) -> None:
         """Note a sample's loss on its batches."""
-        index = np.asarray(batches)
-        self._seen[index] += 1
-        self._mean[index] += (loss - self._mean[index]) / self._seen[index]
-        advantage = loss - float(self._mean[index].mean()) if len(self._mean) > 1 else loss
-        if advantage < self._advantage:
-            self._advantage = advantage
-            self.choices = choices.copy()
+        # Both sides are judged by what is known of their batches now.
+        best = self._measured - self._difficulty(self._batches) if self._batches else math.inf
+        if loss - self._difficulty(batches) < best:
+            self.choices, self._batches, self._measured = choices.copy(), list(batches), loss
+        if self._count:
+            index = np.asarray(batches)
+            np.add.at(self._excess, index, loss - self._average)
+            np.add.at(self._visits, index, 1)
+        self._count += 1
+        self._average += (loss - self._average) / min(self._count, _HORIZON)
         self.loss = min(self.loss, loss)
 
     def state(self) -> dict[str, Any]:
         """Plain tensors and numbers."""
         return {
-            "mean": torch.from_numpy(self._mean.copy()),
-            "seen": torch.from_numpy(self._seen.copy()),
+            "excess": torch.from_numpy(self._excess.copy()),
+            "visits": torch.from_numpy(self._visits.copy()),
+            "average": self._average,
+            "count": self._count,
+            "batches": list(self._batches),
+            "measured": self._measured,
             "choices": None if self.choices is None else torch.from_numpy(self.choices.copy()),
             "loss": self.loss,
-            "advantage": self._advantage,
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state`."""
-        self._mean = state["mean"].numpy().copy()
-        self._seen = state["seen"].numpy().copy()
+        self._excess, self._visits = state["excess"].numpy().copy(), state["visits"].numpy().copy()
+        self._average, self._count = state["average"], state["count"]
+        self._batches, self._measured = list(state["batches"]), state["measured"]
         self.choices = None if state["choices"] is None else state["choices"].numpy().copy()
         self.loss = state["loss"]
-        self._advantage = state["advantage"]
 
 
 def _room(problem: AllocationProblem, choices: np.ndarray) -> np.ndarray:
@@ -133,23 +154,22 @@ def uniform_allocation(problem: AllocationProblem) -> np.ndarray:
     every group takes its cheapest.
     """
     groups = np.arange(problem.num_groups)
-    total = problem.unit_costs.sum(axis=0)
-    total = np.where(problem.allowed, total, total.max() + 1)
+    costs = problem.relative_costs.sum(axis=0)  # joint budgets count alike, each by its range
+    total = np.where(problem.allowed, costs, np.inf)
     cheapest = total.argmin(axis=1)
-    best, best_spent = cheapest, problem.units(cheapest)
+    best, best_spent = cheapest, total[groups, cheapest].sum()
     for option in range(problem.num_options):
-        limit = problem.unit_costs.sum(axis=0)[:, option]
-        under = problem.allowed & (total <= limit[:, None])
-        dearest_under = np.where(under, total, total.min() - 1).argmax(axis=1)
+        under = problem.allowed & (total <= costs[:, option][:, None])
+        dearest_under = np.where(under, total, -np.inf).argmax(axis=1)
         choices = np.where(
             problem.allowed[groups, option], option, np.where(under.any(axis=1), dearest_under, cheapest)
         )
-        if problem.is_feasible(choices) and sum(problem.units(choices)) > sum(best_spent):
-            best, best_spent = choices, problem.units(choices)
+        spent = total[groups, choices].sum()
+        if spent > best_spent and problem.is_feasible(choices):
+            best, best_spent = choices, spent
     if not problem.is_feasible(best):
         # Floors, or joint budgets that order the options differently: the cheapest allocation that is feasible.
-        cheap = -problem.float_costs.sum(axis=0)
-        best = np.asarray(solve_mckp(np.where(problem.allowed, cheap, -np.inf), problem).allocation)
+        best = knapsack(np.where(problem.allowed, -costs, -np.inf), problem)
     return np.asarray(best, dtype=np.int64)
 
 
@@ -168,13 +188,19 @@ class Candidates:
         self.choices[name] = choices
 
     def add_values(self, name: str, values: Tensor) -> None:
-        """Take the exact knapsack of some values."""
-        solution = solve_mckp(values.numpy(), self.problem)
-        self.add(name, np.asarray(solution.allocation), values)
+        """Take the exact knapsack of some values; nothing if its time limit passes before it has an allocation."""
+        found = found_allocation(values.numpy(), self.problem)
+        if found is not None:
+            self.add(name, found, values)
 
-    def add_uniform(self) -> None:
-        """Take the uniform assignment; what it leaves is spent in the order of the groups, one step at a time."""
-        self.add("uniform", uniform_allocation(self.problem), torch.from_numpy(layer_order(self.problem)))
+    def add_exactly(self, name: str, values: Tensor) -> None:
+        """Take the exact knapsack of some values as it is, and beside it what it is with its budget spent."""
+        found = found_allocation(values.numpy(), self.problem)
+        if found is None:
+            return
+        self.choices[name] = found
+        if self.problem.monotone:
+            self.add(f"{name}, spent", found, values)
 
     def best(self) -> tuple[str, np.ndarray, np.ndarray]:
         """Name, choices and selection losses of the best candidate; equal ones are evaluated once."""
@@ -223,9 +249,11 @@ def refine(
         on_step: Called with a record after every move that is kept.
     """
     climb = _Climb(problem, evaluator, choices, losses, allowance, on_step)
-    for propose in (climb.knapsacks, climb.exchanges):
-        while climb.improve(propose):
-            pass
+    # The clock may run out between asking whether a move is affordable and evaluating it.
+    with contextlib.suppress(OutOfAllowance):
+        for propose in (climb.knapsacks, climb.exchanges):
+            while climb.improve(propose):
+                pass
     return Refined(climb.choices, float(climb.losses.mean()), climb.spent, climb.accepted)
 
 
@@ -284,10 +312,9 @@ class _Climb:
         toll[np.arange(len(toll)), self.choices] = 0.0
         for damping in _DAMPINGS:
             cost = linear + damping * (bend if bend.any() else toll)
-            solution = solve_mckp(np.where(self.problem.allowed, -cost, -np.inf), self.problem)
-            if solution.status == "infeasible":
+            found = found_allocation(np.where(self.problem.allowed, -cost, -np.inf), self.problem)
+            if found is None:
                 return
-            found = np.asarray(solution.allocation)
             yield spend(self.problem, found, -cost) if self.problem.monotone else found
 
     def exchanges(self) -> Iterator[np.ndarray]:

@@ -52,7 +52,7 @@ def batch_order(num_batches: int, *, seed: int, first: int, count: int) -> list[
 
 
 def temperature(step: float, steps: float, tau: tuple[float, float]) -> float:
-    """Exponential annealing from tau[0] to tau[1]; ``step`` counts from 0 (paper, section 3.1)."""
+    """Exponential annealing from tau[0] to tau[1], reached at ``step == steps`` (paper, section 3.1)."""
     start, end = tau
     return max(end, float(start * (end / start) ** (step / max(steps, 1.0))))
 

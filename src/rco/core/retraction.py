@@ -212,7 +212,7 @@ class JointShift:
     def __call__(self, base: Tensor) -> Tensor:
         """The shifted logits."""
         cost = self.cost
-        tolerance = 0.5 * cost.tolerance / cost.scale
+        tolerance = 0.5 * cost.tolerance * cost.slope
         moved = base
 
         def evaluate(shift: np.ndarray, factor: float = 1.0) -> JointPoint:
@@ -222,11 +222,11 @@ class JointShift:
             moved = cost.shifted(damped, shift) if shift.any() else damped
             local = cost.evaluate(moved)
             cost.remember(moved, local)
-            hessian = (local.normal.flatten(1) @ cost.directions.flatten(1).T).numpy() / cost.scale[:, None]
+            hessian = (local.normal.flatten(1) @ cost.directions.flatten(1).T).numpy() * cost.slope[:, None]
             value = float(torch.logsumexp(moved, dim=-1) @ cost.weights)
             return JointPoint(
-                value - float(shift @ (cost.target / cost.scale)),
-                (local.expected.numpy() - cost.target) / cost.scale,
+                value - float(shift @ (cost.target * cost.slope)),
+                (local.expected.numpy() - cost.target) * cost.slope,
                 0.5 * (hessian + hessian.T),
             )
 

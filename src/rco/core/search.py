@@ -41,7 +41,8 @@ __all__ = [
 ]
 
 _OWN_CANDIDATES = 4  # most that the loop proposes
-MOST_CANDIDATES = _OWN_CANDIDATES + 2  # compared at the end: with the prior's knapsack and the uniform one
+# Compared at the end: with the uniform assignment, the prior's knapsack, and the proxy's as it is and spent.
+MOST_CANDIDATES = _OWN_CANDIDATES + 4
 # Shares of an allowance that are left for the choice among candidates, and for the exchanges after it.
 _CHOICE, _REFINE = 0.15, 0.2
 _SHORT = 400  # evaluations below which nothing is left for exchanges
@@ -191,8 +192,7 @@ class GumbelProcess(Process):
         super().__init__(problem, evaluator, prior)
         self.settings = settings
         self.own_candidates = _OWN_CANDIDATES if settings.choose else 1
-        starts = 1 + (prior is not None) if settings.choose else 0
-        self._follow(fit_schedule(settings, evaluator, self.own_candidates + starts))
+        self._follow(fit_schedule(settings, evaluator, self.own_candidates + evaluator.starts))
         self.walker = settings.make_walker(problem, self.scores())
         self.average = torch.zeros_like(self.scores())
         # What each option would cost, predicted at the samples of the last steps.
@@ -228,13 +228,16 @@ class GumbelProcess(Process):
     @property
     def progress(self) -> float:
         """How much of the loop is over, by steps or by seconds, whichever is further."""
+        return self._progress_after(self.taken)
+
+    def _progress_after(self, steps: int) -> float:
         by_time = self.evaluator.seconds / (_LOOP_SECONDS * self.evaluator.max_seconds)
-        return max(self.taken / max(self.steps, 1), by_time)
+        return max(steps / max(self.steps, 1), by_time)
 
     def advance(self, step: int) -> float:
         """Lines 3 to 14 of Algorithm 1."""
         settings, logits, samples = self.settings, self.walker.logits, self.schedule.samples
-        self.tau = temperature(self.progress, 1.0, settings.tau)
+        self.tau = temperature(self._progress_after(step + 1), 1.0, settings.tau)
         drawn: list[tuple[Tensor, Tensor]] = []  # choices and gates
         count = settings.batches_per_sample
         walk = batch_order(

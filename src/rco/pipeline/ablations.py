@@ -202,13 +202,13 @@ class _Bench:
         data = self.data.search.select(slice(0, loop.sequences))
         # The printed algorithm chooses nothing; one sequence keeps that part of the search short.
         selection = self.data.selection.select(slice(0, 1)) if printed else self.data.selection
-        prior = None
+        prior = proxy = None
         backend.curvature = None
         if not printed:
             differences = self._differences(backend, loop, run.seed)
             known = second_order(backend, differences)
             backend.curvature = known.curvature
-            prior = logits_from_losses(known.losses, problem, config.prior_strength)
+            prior, proxy = logits_from_losses(known.losses, problem, config.prior_strength), known.losses
         searcher = RCO(
             steps=loop.steps,
             samples=loop.samples,
@@ -221,7 +221,7 @@ class _Bench:
         )
         last: dict[str, Any] = {}
         with backend.objective(data, selection) as objective:
-            result = searcher.search(problem, objective, prior=prior, on_checkpoint=last.update)
+            result = searcher.search(problem, objective, prior=prior, proxy=proxy, on_checkpoint=last.update)
         found = (
             _printed(problem, last["process"]["logits"])
             if printed

@@ -164,13 +164,14 @@ def run_search(
     searcher: Any,
     problem: AllocationProblem,
     objective: Objective,
-    prior: Tensor | None,
+    beliefs: Mapping[str, Tensor | None],
     progress: Progress,
     describe_cost: Callable[[float], str],
 ) -> SearchResult:
     """Search with a checkpoint after every step, from the newest checkpoint if there is one; keep the result.
 
-    ``describe_cost`` puts an expected cost into words for the progress.
+    ``beliefs`` are the search's ``prior`` and ``proxy``, where they are known; ``describe_cost`` puts an expected
+    cost into words for the progress.
     """
     checkpoint = run.load_checkpoint()
     step, state = checkpoint if checkpoint is not None else (0, None)
@@ -186,7 +187,7 @@ def run_search(
         if record.phase == "refine":  # search steps are written with their checkpoint
             run.append_history(record)
 
-    arguments: dict[str, Any] = {"prior": prior}
+    arguments: dict[str, Any] = dict(beliefs)
     if "on_checkpoint" in inspect.signature(searcher.search).parameters:
         arguments.update(on_checkpoint=on_checkpoint, resume=state)
     result: SearchResult = searcher.search(problem, objective, on_step=on_step, **arguments)
@@ -199,7 +200,7 @@ def search_stage(
     config: CompressConfig,
     planned: Planned[Any],
     data: DataSplits,
-    prior: Callable[[], Tensor | None],
+    beliefs: Callable[[], Mapping[str, Tensor | None]],
     run: RunDirectory,
     progress: Progress,
     known: Mapping[str, Any] | None = None,
@@ -207,8 +208,9 @@ def search_stage(
 ) -> SearchResult:
     """The run's result: searched for, or read if the search is done.
 
-    ``known`` are attributes that the objective gets: what a method reads of the model beside its loss. ``own`` are
-    settings for whichever method has them.
+    ``beliefs`` gives the search's ``prior`` and ``proxy``, where they are known. ``known`` are attributes that the
+    objective gets: what a method reads of the model beside its loss. ``own`` are settings for whichever method has
+    them.
     """
     if run.finished:
         return run.result
@@ -225,7 +227,7 @@ def search_stage(
             searcher,
             planned.problem,
             objective,
-            prior(),
+            beliefs(),
             progress,
             lambda units: planned.backend.describe_cost(planned.budget.kind, units),
         )

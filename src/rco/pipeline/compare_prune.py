@@ -28,7 +28,7 @@ __all__ = ["PruneContest", "PruneJob", "compare_pruning", "default_tokens", "res
 # Shares of an allowance for the sensitivities that a gradient search starts from: a long one, and a short one.
 _SENSITIVITY, _SENSITIVITY_SHORT = 0.2, 0.6
 _SHORT = 400  # evaluations below which nothing is left for steps where sensitivities are known
-_START_CANDIDATES = 2  # that it has before its first step: the prior's knapsack and the uniform assignment
+_START_CANDIDATES = 4  # before its first step: the uniform assignment, the knapsacks of prior and proxy
 # From all experts down is the direction that pruning goes; up from too few for the router is none.
 _ALIASES = {"greedy": "greedy-down"}
 _BY_ACCEPTANCE = "evoesap-acceptance"
@@ -132,7 +132,7 @@ class PruneContest:
         backend = self.planned.backend
         with backend.objective(data.search, selection) as objective:
             result: SearchResult = searcher.search(
-                self.planned.problem, objective, prior=self._prior(backend, entrant, searcher)
+                self.planned.problem, objective, **self._beliefs(backend, entrant, searcher)
             )
         return dataclasses.replace(
             result, forwards=result.forwards + sensed, backwards=result.backwards + sensed
@@ -151,13 +151,15 @@ class PruneContest:
         backend.scores["fisher"] = backend.sensitivities(data.select(slice(0, count)), seed)
         return -(-count // self.config.batch_size)
 
-    def _prior(self, backend: ExpertPruningBackend, entrant: Entrant, searcher: Any) -> Tensor | None:
+    def _beliefs(
+        self, backend: ExpertPruningBackend, entrant: Entrant, searcher: Any
+    ) -> dict[str, Tensor | None]:
         if isinstance(searcher, GumbelSearch):
-            if entrant.score is None:
-                return backend.prior()
-            return backend.prior_from(entrant.score)
+            return (
+                backend.beliefs() if entrant.score is None else {"prior": backend.prior_from(entrant.score)}
+            )
         # Baselines take scores as they are; EvoESAP's order within a layer is REAP's, as published.
-        return score_table(backend.scores[entrant.score or "reap"])
+        return {"prior": score_table(backend.scores[entrant.score or "reap"])}
 
     def _searcher(self, entrant: Entrant, seed: int, allowance: int) -> Any:
         """The searcher within the allowance; RCO and its kin with the settings of the configuration."""

@@ -200,12 +200,12 @@ class QuantizeContest:
             },
             pair=impq_pair(self.backend.plan.widths, problem),
         )
-        prior = None
+        prior = proxy = None
         self.backend.curvature = None
         if entrant.prior:
             assert prepared.differences is not None
             found = second_order(self.backend, prepared.differences, prepared.layer_errors)
-            prior = logits_from_losses(found.losses, problem, config.prior_strength)
+            prior, proxy = logits_from_losses(found.losses, problem, config.prior_strength), found.losses
             if before is not None:
                 prior[torch.arange(len(before)), torch.from_numpy(before)] += config.prior_strength
             self.backend.curvature = found.curvature
@@ -222,7 +222,11 @@ class QuantizeContest:
             if entrant.method == "mxmoe" and prepared.layer_errors is not None:
                 objective.layer_errors = prepared.layer_errors
             result: SearchResult = searcher.search(
-                problem, objective, prior=prior, on_incumbent=on_incumbent if curve is not None else None
+                problem,
+                objective,
+                prior=prior,
+                proxy=proxy,
+                on_incumbent=on_incumbent if curve is not None else None,
             )
         return result, prepared
 

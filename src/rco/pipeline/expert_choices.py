@@ -10,8 +10,8 @@ from torch import Tensor
 from rco.backends.expert_pruning import score_table
 from rco.baselines.common import generator
 from rco.baselines.selection import share_budget
+from rco.core.knapsack import knapsack
 from rco.core.problem import Allocation, AllocationProblem
-from rco.core.process import knapsack
 from rco.core.refine import spend
 
 __all__ = ["pick_at_random", "pick_by_score"]

@@ -136,7 +136,7 @@ def _lead(config: PruneConfig, planned: PlannedPruning, data: DataSplits, progre
     with open_run(config, planned.folder) as run:
         run.write_problem(planned.problem)
         _score(planned.backend, data.search, run)
-        result = search_stage(config, planned, data, planned.backend.prior, run, progress)
+        result = search_stage(config, planned, data, planned.backend.beliefs, run, progress)
         run.update_metrics(_describe(config, planned, result, run))
         judge_all(planned, data, _allocations_to_judge(planned, progress), result, run, progress)
         if config.by_domain:
@@ -199,7 +199,7 @@ def _by_domain(
                 backend.score(own.search)
                 searcher = make_searcher(config.searcher, search_settings(config))
                 with shared_objective(planned, own, domain) as objective:
-                    result = searcher.search(planned.problem, objective, prior=backend.prior())
+                    result = searcher.search(planned.problem, objective, **backend.beliefs())
                 measured[domain] = judge.row(domain, result.allocation, planned.problem)["by_domain"]
                 moe["by_domain"] = measured
                 run.update_metrics({"moe": moe})

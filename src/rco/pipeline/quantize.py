@@ -196,7 +196,7 @@ def _lead(
             config,
             planned,
             data,
-            lambda: _prior(config, planned, sensitivities),
+            lambda: _beliefs(config, planned, sensitivities),
             run,
             progress,
             known,
@@ -258,15 +258,16 @@ def _layer_errors(
     return errors
 
 
-def _prior(
+def _beliefs(
     config: QuantizeConfig, planned: PlannedQuantization, sensitivities: np.ndarray
-) -> torch.Tensor | None:
+) -> dict[str, torch.Tensor]:
+    """Initial logits of the search, and the additive losses that they come from; none if they start uniform."""
     if config.prior == "uniform":
-        return None
+        return {}
     losses = (
         torch.from_numpy(sensitivities) if config.prior == "fisher" else planned.backend.relative_errors()
     )
-    return logits_from_losses(losses, planned.problem, config.prior_strength)
+    return {"prior": logits_from_losses(losses, planned.problem, config.prior_strength), "proxy": losses}
 
 
 def _expectation(planned: PlannedQuantization) -> str:
