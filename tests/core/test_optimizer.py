@@ -8,6 +8,8 @@ import io
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import linprog
+from scipy.optimize import minimize as minimize_scipy
 from torch import Tensor
 
 from rco.core.manifold import BudgetManifold
@@ -15,6 +17,10 @@ from rco.core.optimizer import RiemannianAdam, RiemannianOptimizer
 from rco.core.problem import AllocationProblem
 
 N, K = 20, 6
+
+
+# Of walks that are compared with linear programs.
+_FIRST_RATE, _LAST_RATE, _STEPS = 0.4, 0.005, 450
 
 
 def _problem(kind: str = "one") -> AllocationProblem:
@@ -409,3 +415,93 @@ def test_wrong_use_is_named() -> None:
         RiemannianAdam([torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)], manifold)
     with pytest.raises(TypeError, match="LBFGS"):
         RiemannianOptimizer(torch.optim.LBFGS([manifold.random_point(0).requires_grad_()]), manifold)
+
+
+def _linear_program(seed: int) -> tuple[BudgetManifold, torch.Tensor, float]:
+    """Several joint budgets that can be met together, losses of the options, and the relaxation's optimum."""
+    rng = np.random.default_rng(seed)
+    q, groups, options = int(rng.integers(2, 6)), int(rng.integers(2, 9)), int(rng.integers(2, 5))
+    costs = rng.integers(0, 30, (q, groups, options))
+    inside = (costs * rng.dirichlet(np.ones(options), groups)).sum(axis=(1, 2))
+    width = costs.max(axis=2).sum(axis=1) - costs.min(axis=2).sum(axis=1)
+    budgets = np.ceil(inside + rng.uniform(0.0, 0.3, q) * width).astype(int) + 1
+    losses = rng.normal(size=(groups, options))
+    best = linprog(
+        losses.ravel(),
+        A_ub=costs.reshape(q, -1),
+        b_ub=budgets,
+        A_eq=np.kron(np.eye(groups), np.ones(options)),
+        b_eq=np.ones(groups),
+    )
+    manifold = BudgetManifold(AllocationProblem(costs, budgets.tolist(), sense="<="))
+    return manifold, torch.from_numpy(losses), float(best.fun)
+
+
+def _reaches_the_optimum(seed: int) -> None:
+    manifold, losses, best = _linear_program(seed)
+    x = manifold.retract(torch.zeros_like(losses)).requires_grad_()
+    optimizer = RiemannianAdam([x], manifold, lr=_FIRST_RATE, betas=(0.9, 0.9))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, (_LAST_RATE / _FIRST_RATE) ** (1 / _STEPS))
+    for _ in range(_STEPS):
+        optimizer.zero_grad()
+        (torch.softmax(x, dim=1) * losses).sum().backward()
+        optimizer.step()
+        schedule.step()
+    assert manifold.check_point(x.detach()) == (True, None)
+    reached = float((torch.softmax(x.detach(), dim=1) * losses).sum())
+    width = float((losses.amax(dim=1) - losses.amin(dim=1)).sum())
+    assert best - 1e-9 * width <= reached <= best + 1e-6 * width, seed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_joint_inequalities_end_at_the_optimum_of_the_linear_program(seed: int) -> None:
+    """Budgets that bind at first must let go where others take over: the cone, not the span, of their normals."""
+    _reaches_the_optimum(seed)
+
+
+@pytest.mark.slow
+def test_two_hundred_linear_programs() -> None:
+    for seed in range(200):
+        _reaches_the_optimum(seed)
+
+
+def test_a_budget_that_does_not_bind_lets_go() -> None:
+    """Two normals at an acute angle: staying with both would stop the walk where it begins."""
+    costs = [[[0, 10, 10]], [[0, 10, 12]]]
+    values = torch.tensor([[0.0, -1.0, -0.9]], dtype=torch.float64)
+    manifold = BudgetManifold(AllocationProblem(costs, ["20/3", "22/3"], sense="<="))
+    x = manifold.retract(torch.zeros_like(values)).requires_grad_()
+    optimizer = RiemannianAdam([x], manifold, lr=0.05)
+    for _ in range(400):
+        optimizer.zero_grad()
+        loss = (torch.softmax(x, dim=1) * values).sum()
+        loss.backward()
+        optimizer.step()
+    assert float(loss.detach()) < -0.666  # two thirds of the first option at best, as the first budget says
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_allowed_part_is_the_nearest_allowed_direction(seed: int) -> None:
+    """Against a quadratic program: nearest to the vector among those that raise no binding cost when opposed."""
+    manifold, losses, _ = _linear_program(seed)
+    x = manifold.retract(
+        3 * torch.randn(losses.shape, generator=torch.Generator().manual_seed(seed)).double()
+    )
+    v = torch.randn(losses.shape, generator=torch.Generator().manual_seed(seed + 1)).double()
+    got = manifold.project(x, v, one_sided=True).flatten().numpy()
+    binding = (manifold.slack(x) == 0).numpy()
+    normals = manifold.normal(x).reshape(len(binding), -1).numpy()[binding]
+    lengths = np.linalg.norm(normals, axis=1, keepdims=True)
+    normals = normals / lengths
+    assert (normals @ got >= -1e-12).all()
+    nearest = minimize_scipy(
+        lambda w: 0.5 * float((w - v.numpy().ravel()) @ (w - v.numpy().ravel())),
+        got + 0.1,
+        jac=lambda w: w - v.numpy().ravel(),
+        constraints=[{"type": "ineq", "fun": lambda w: normals @ w, "jac": lambda w: normals}]
+        if len(normals)
+        else [],
+        method="SLSQP",
+        options={"ftol": 1e-14, "maxiter": 500},
+    )
+    np.testing.assert_allclose(got, nearest.x, atol=1e-5)
