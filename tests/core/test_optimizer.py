@@ -19,9 +19,6 @@ from rco.core.problem import AllocationProblem
 N, K = 20, 6
 
 
-# Of walks that are compared with linear programs.
-_FIRST_RATE, _LAST_RATE, _STEPS = 0.4, 0.005, 450
-
 
 def _problem(kind: str = "one") -> AllocationProblem:
     rng = np.random.default_rng(0)
@@ -438,19 +435,25 @@ def _linear_program(seed: int) -> tuple[BudgetManifold, torch.Tensor, float]:
 
 
 def _reaches_the_optimum(seed: int) -> None:
+    """Adam with a falling rate, from where it is again while an early decision still has to be undone."""
     manifold, losses, best = _linear_program(seed)
-    x = manifold.retract(torch.zeros_like(losses)).requires_grad_()
-    optimizer = RiemannianAdam([x], manifold, lr=_FIRST_RATE, betas=(0.9, 0.9))
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, (_LAST_RATE / _FIRST_RATE) ** (1 / _STEPS))
-    for _ in range(_STEPS):
-        optimizer.zero_grad()
-        (torch.softmax(x, dim=1) * losses).sum().backward()
-        optimizer.step()
-        schedule.step()
-    assert manifold.check_point(x.detach()) == (True, None)
-    reached = float((torch.softmax(x.detach(), dim=1) * losses).sum())
     width = float((losses.amax(dim=1) - losses.amin(dim=1)).sum())
-    assert best - 1e-9 * width <= reached <= best + 1e-6 * width, seed
+    x = manifold.retract(torch.zeros_like(losses)).requires_grad_()
+    for _ in range(12):
+        optimizer = RiemannianAdam([x], manifold, lr=0.3, betas=(0.9, 0.9))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.985)
+        for _ in range(250):
+            optimizer.zero_grad()
+            loss = (torch.softmax(x, dim=1) * losses).sum()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        assert manifold.check_point(x.detach()) == (True, None)
+        reached = float((torch.softmax(x.detach(), dim=1) * losses).sum())
+        assert reached >= best - 1e-9 * width
+        if reached <= best + 1e-6 * width:
+            return
+    raise AssertionError(f"problem {seed} ended {(reached - best) / width:.1e} of its width above the optimum")
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -33,6 +33,7 @@ __all__ = [
 
 _GROWTH = 4.0  # of the trust region after a step that it limited
 _JOINT_LIMIT = 120  # evaluations
+_PHI_ROUNDING = 2.0**-48  # relative error of Phi, a sum over all groups
 _DIRECT_LIMIT = 40  # evaluations of the joint solver before it damps the logits
 _PAPER_HALF_WIDTH = 50.0  # of the bisection's first bracket, in units of the costs (appendix A.2)
 
@@ -104,10 +105,10 @@ def solve_joint(
             candidate = evaluate(trial)
             used += 1
             predicted = float(point.gradient @ (trial - shift))
-            # Near the minimum the decrease drowns in the rounding of Phi; the gradient still tells.
-            left = _excess(trial, candidate.gradient, upper)
-            smaller = (left / tolerance).max() <= 0.5 * (excess / tolerance).max()
-            accepted = candidate.value <= point.value + 1e-4 * predicted or bool(smaller)
+            # Near the minimum the decrease drowns in the rounding of Phi: a step that raises it by no more than that
+            # is a Newton step as good as any, and may be the one that shows which budgets bind.
+            rounding = _PHI_ROUNDING * abs(point.value)
+            accepted = candidate.value <= point.value + 1e-4 * predicted + rounding
             if not accepted:
                 scale *= 0.25 if scale == 1.0 else 0.5
         if scale < 1.0:
