@@ -336,6 +336,17 @@ def _from_pretrained(folder: Path, label: str, **keywords: Any) -> nn.Module:
             f"The checkpoint of {label} lacks {len(missing)} tensors of the model, first {missing[0]}; they "
             "would be random. Use a complete checkpoint."
         )
+    return _unpacked(cast(Any, model))
+
+
+def _unpacked(model: Any) -> nn.Module:
+    """The model with packed weights decoded, in the type of the checkpoint.
+
+    compressed-tensors would decode them in the first forward pass, in the type that the scales have by then. Where
+    the arithmetic is wider than the checkpoint, those are not the values that an engine computes with.
+    """
+    if hasattr(model, "ct_decompress_hook"):
+        model.hf_quantizer.compressor.decompress_model(model)
     return cast(nn.Module, model)
 
 
