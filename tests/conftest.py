@@ -1,4 +1,4 @@
-"""Shared by all tests: one torch thread, property tests that a busy machine cannot fail, and bare machines.
+"""Shared by all tests: one torch thread, no GPU but in its own tests, no deadlines, and bare machines.
 
 On a machine with torch and pytest alone (a GPU server, say) the tests that need more are left out, so that
 ``PYTHONPATH=src pytest -m gpu`` runs there without installing anything.
@@ -44,6 +44,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
         return None
     needed = re.compile(rf"^(import|from) ({'|'.join(_OPTIONAL)})\b", re.MULTILINE)
     return True if needed.search(collection_path.read_text(encoding="utf-8")) else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from tests that are not for them: `--device auto` then means the same on every machine."""
+    if "not gpu" in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_report_header() -> str | None:

@@ -55,9 +55,9 @@ class Ranks:
         """Whether this is the rank that runs the job, and the only one that writes and prints."""
         return self.index == 0
 
-    def device(self, wanted: str | None, several: bool = False) -> str | None:
+    def device(self, wanted: str, several: bool = False) -> str:
         """The device this rank takes: a GPU of its own where any would do; with ``several``, the first of them."""
-        if self.count == 1 or wanted not in (None, "cuda") or not torch.cuda.is_available():
+        if self.count == 1 or wanted != "cuda" or not torch.cuda.is_available():
             return wanted
         there = torch.cuda.device_count()
         if self.local_count > there:

@@ -45,6 +45,7 @@ __all__ = [
     "WriteError",
     "available_cores",
     "environment",
+    "free_memory",
     "write_json_atomic",
 ]
 
@@ -312,6 +313,16 @@ class RunDirectory:
 def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_memory() -> int | None:
+    """Bytes of host memory that a new process may use, where the system says so."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    told = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(told[0]) if told else None
 
 
 def environment() -> dict[str, Any]:

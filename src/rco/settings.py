@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-__all__ = ["check_settings", "setting"]
+__all__ = ["DEVICE_HELP", "check_settings", "device_setting", "setting"]
+
+DEVICE_HELP = "auto (cuda if there is one, else mps, else cpu), cpu, cuda, cuda:N or mps."
 
 
 def setting(
@@ -31,12 +33,24 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def device_setting(panel: str | None = None) -> Any:
+    """The field ``device`` of a config; :func:`check_settings` replaces ``auto`` by the device it stands for."""
+    return setting("auto", help=DEVICE_HELP, panel=panel)
+
+
 def check_settings(config: Any) -> None:
-    """Refuse numbers below what their fields allow, before any work is done with them.
+    """Refuse numbers below what their fields allow, before any work is done with them; settle ``device``.
+
+    A config holds the name of a device and never ``auto``, so that a run's folder records what it ran on and
+    processes that are handed the config agree.
 
     Raises:
         ValueError: Names the flag, what was got and what is allowed.
     """
+    if getattr(config, "device", None) == "auto":
+        from rco.models.loading import pick_device
+
+        object.__setattr__(config, "device", pick_device("auto").type)  # configs are frozen
     for field in dataclasses.fields(config):
         least, positive = field.metadata.get("least"), field.metadata.get("positive")
         value = getattr(config, field.name)

@@ -178,11 +178,11 @@ def test_processes_follow_cores_and_memory(monkeypatch):
         return fitting_workers(Estimate(memory, 0, 0, 0, 1.0, **arguments), threads)
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(compare, "_free_memory", lambda: 10 * 2**30)
+    monkeypatch.setattr(compare, "free_memory", lambda: 10 * 2**30)
     assert (workers(), workers(threads=3), workers(threads=16)) == (8, 2, 1)
     assert (workers(4 * 2**30), workers(40 * 2**30)) == (2, 1)
     assert workers(on_gpu=True) == 1
-    monkeypatch.setattr(compare, "_free_memory", lambda: None)
+    monkeypatch.setattr(compare, "free_memory", lambda: None)
     assert workers(40 * 2**30) == 8
 
 

@@ -198,8 +198,9 @@ def test_progress_shows_where_the_search_stands(run, tmp_path, random_llama, tex
         *[argument for argument in base if argument != "--quiet"], "--bits=3", "--group-size=8"
     )
     assert code == 0
-    # The range comes first, before any work.
-    assert err.splitlines()[0].startswith("3 bits asked; bits from 2 to 8 can be had; memory about ")
+    # The device and the range come first, before any work.
+    assert err.splitlines()[0] == "device: cpu (--device auto)"
+    assert err.splitlines()[1].startswith("3 bits asked; bits from 2 to 8 can be had; memory about ")
     lines = [line for line in err.splitlines() if line.startswith("search: ")]
     step = r"search: \d/3, loss [\d.e-]+, 3\.0000 bits, entropy [\d.]+, \d+ decided, tau [\d.]+"
     assert len(lines) == 3

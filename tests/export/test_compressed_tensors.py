@@ -18,6 +18,7 @@ from rco.export.writer import verify_checkpoint, write_checkpoint
 from rco.models.layout import ARCHITECTURES, LinearInfo
 from rco.models.loading import load_model, wrap_model
 from rco.models.tiny import tiny_model
+from rco.models.zoo import ModelError
 
 EXPORTER = CompressedTensorsExporter()
 SCHEMES = [
@@ -100,6 +101,23 @@ BF16_MODELS = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "
 def test_stock_transformers_loads_it_bit_for_bit(rtn, tmp_path, model_type, dtype):
     loaded = wrap_model(tiny_model(model_type, dtype=dtype))
     check_round_trip(rtn, loaded, random_schemes(loaded, model_type), tmp_path / "out")
+
+
+def test_an_older_reader_is_refused_before_it_fails(rtn, tmp_path, monkeypatch):
+    import importlib.metadata
+
+    loaded = load_model("tiny-llama")
+    EXPORTER.export(
+        loaded, packed_model(rtn, loaded, {"model.layers.0.mlp.up_proj": Scheme(3, 8)}), tmp_path / "out"
+    )
+    reported = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata,
+        "version",
+        lambda name: "0.17.1" if name == "compressed-tensors" else reported(name),
+    )
+    with pytest.raises(ModelError, match=r"weights of 3 bits, .* installed is 0\.17\.1"):
+        load_model(tmp_path / "out")
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rco.models import loading
 from rco.models.capture import BlockInputs
 from rco.models.files import check_safetensors, file_sha256, folder_fingerprint, weight_files
-from rco.models.loading import load_model, pick_device, wrap_model
+from rco.models.loading import check_packing, load_model, pick_device, wrap_model
 from rco.models.tiny import tiny_model
 from rco.models.zoo import ModelError, find_builtin
 
@@ -235,14 +239,59 @@ def test_a_broken_config_and_a_missing_tokenizer(folder):
         load_model(folder)
 
 
-def test_devices():
+@pytest.mark.parametrize(
+    ("cuda", "mps", "taken"),
+    [(True, True, "cuda"), (True, False, "cuda"), (False, True, "mps"), (False, False, "cpu")],
+)
+def test_devices(monkeypatch, cuda, mps, taken):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    assert pick_device("auto").type == taken
     assert pick_device("cpu").type == "cpu"
-    assert pick_device(None).type == ("cuda" if torch.cuda.is_available() else pick_device(None).type)
-    with pytest.raises(ModelError, match="Unknown device 'gpu'"):
+    with pytest.raises(ModelError, match="Unknown device 'gpu'; use auto, cpu, cuda, cuda:N or mps"):
         pick_device("gpu")
-    if not torch.cuda.is_available():
+    if not cuda:
         with pytest.raises(ModelError, match="no cuda device"):
             pick_device("cuda")
+
+
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+def packed_config(*widths):
+    groups = {f"group_{bits}": {"weights": {"num_bits": bits}} for bits in widths}
+    return {"quantization_config": {**PACKED, "config_groups": groups}}
+
+
+@pytest.mark.parametrize(
+    "installed", ["0.15.0.1", "0.17.0", "0.17.1", "0.18.0", "0.18.1.dev3", "0.20.0", "1.0"]
+)
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_packed_widths_need_a_reader_that_knows_their_layout(monkeypatch, installed, bits):
+    monkeypatch.setattr(importlib.metadata, "version", {"compressed-tensors": installed}.__getitem__)
+    if bits in (3, 5, 6, 7) and installed.startswith(("0.15", "0.17")):
+        message = rf"of {bits} bits, .* from version 0\.18 on; installed is {installed}\. Run pip install"
+        with pytest.raises(ModelError, match=message):
+            check_packing(packed_config(4, bits), "mine")
+    else:
+        check_packing(packed_config(4, bits), "mine")
+    check_packing({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "another's")
+    check_packing({}, "plain")
+
+
+def test_a_packed_checkpoint_without_its_package(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(ModelError, match=r"needs compressed-tensors: run pip install 'rco\[export\]'"):
+        check_packing(packed_config(4), "mine")
+
+
+def test_the_package_asks_for_the_reader_that_it_needs():
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    asked = re.findall(r'"compressed-tensors>=([\d.]+)"', project)
+    assert asked == [".".join(map(str, loading._DENSE_PACKING))]
 
 
 def test_importing_these_packages_imports_no_model_library():

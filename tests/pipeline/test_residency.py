@@ -65,7 +65,7 @@ def test_a_model_on_several_gpus_keeps_candidates_beside_its_linears(choose):
 
 
 def test_the_reference_of_pruning_is_in_host_memory(monkeypatch):
-    monkeypatch.setattr(prune_estimate, "_seconds_per_token", lambda *_: 1e-6)
+    monkeypatch.setattr(prune_estimate, "forward_seconds", lambda *_: 1e-6)
     counted = SearchMemory(weights=1000, originals=0, candidates=0, activations=100, workspace=10)
     monkeypatch.setattr(prune_estimate, "pruning_memory", lambda *_, **__: counted)
     head = SimpleNamespace(weight=torch.empty(100, 8))

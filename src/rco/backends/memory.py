@@ -1,8 +1,9 @@
-"""What a search over packed options holds at its peak, counted from shapes and one short forward pass."""
+"""What a search over packed options holds at its peak, counted from shapes and a short pass of one block."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,16 +14,20 @@ from rco.backends.accounting import stored_bits
 from rco.backends.plan import PRUNED, QuantizationPlan
 from rco.compressors.streaming import STREAM_SLOTS
 from rco.losses import LOGITS_BYTES, chunk_length
+from rco.models.capture import block_kinds, lone_block
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe import MoELayer, moe_layers
 from rco.models.moe_experts import expert_weights
 from rco.models.moe_gates import expert_gates
 from rco.models.moe_linears import EXPERT_ROLE, ExpertLinear
+from rco.models.precision import computing_in
 
 __all__ = ["SearchMemory", "pruning_memory", "saved_bytes_per_token", "search_memory"]
 
 _PROBE_TOKENS = 64
+_FEWEST_TOKENS = 16
+_PROBE_PRODUCTS = 2**31  # of a parameter with a token, in one block
 
 
 @dataclass(frozen=True)
@@ -55,30 +60,85 @@ class SearchMemory:
         return self.search + self.originals
 
 
-def saved_bytes_per_token(loaded: LoadedModel, linears: Sequence[LinearInfo]) -> float:
-    """Bytes per token that autograd keeps for gradients of the given linears' weights, all blocks together."""
-    owned = {t.untyped_storage().data_ptr() for t in (*loaded.model.parameters(), *loaded.model.buffers())}
+def saved_bytes_per_token(
+    loaded: LoadedModel, linears: Sequence[LinearInfo], dtype: torch.dtype, *, gated: bool = False
+) -> float:
+    """Bytes per token that autograd keeps for gradients of the given linears' weights, all blocks together.
+
+    One block of every kind is run on a few tokens, so that a large model costs little more than a small one.
+
+    Args:
+        loaded: The model.
+        linears: Those whose weights want a gradient.
+        dtype: Type of the computation.
+        gated: Experts run by their gates, which want a gradient, too.
+    """
+    norm = loaded.layout.final_norm(loaded.model)
+    layers = moe_layers(loaded.model) if gated else ()
+    total = 0.0
+    for index, count in block_kinds(loaded.model, loaded.layout):
+        tokens = probe_tokens(loaded, index)
+        with lone_block(loaded.model, loaded.layout, index, tokens=tokens, dtype=dtype) as lone:
+            inside = set(lone.block.modules())
+            weights: list[Any] = [
+                i.module.weight for i in linears if i.role != EXPERT_ROLE and i.module in inside
+            ]
+            sparse = [layer.index for layer in layers if layer.decoder_index == index]
+            with _open_gates(loaded, sparse) if sparse else nullcontext(), _wanting_gradients(weights):
+                if index == 0:  # the embedding wants no gradient
+                    total += _saved_bytes(lone, lone.held, tokens, lone.hidden) / tokens
+                    count -= 1
+                if count:
+                    entering = lone.hidden.detach().requires_grad_(True)
+                    total += count * _saved_bytes(lone, lone.held, tokens, entering) / tokens
+    with computing_in(norm, dtype):
+        leaving = lone.hidden.detach().requires_grad_(True)
+        total += _saved_bytes(norm, norm.parameters(), tokens, leaving) / tokens
+    return total
+
+
+def probe_tokens(loaded: LoadedModel, index: int) -> int:
+    """Tokens that a block is probed with: fewer if it is large, to bound the work."""
+    parameters = sum(p.numel() for p in loaded.layout.blocks(loaded.model)[index][1].parameters())
+    return max(_FEWEST_TOKENS, min(_PROBE_TOKENS, _PROBE_PRODUCTS // max(parameters, 1)))
+
+
+def _saved_bytes(
+    work: Callable[[Tensor], Tensor], held: Iterable[Tensor], tokens: int, hidden: Tensor
+) -> int:
+    """Bytes that autograd keeps for ``work``: not what is ``held`` anyway, nor what does not grow with tokens."""
+    owned = {tensor.untyped_storage().data_ptr() for tensor in held}
     found: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in owned and tensor.numel() >= _PROBE_TOKENS:
+        if storage.data_ptr() not in owned and tensor.numel() >= tokens:
             found[storage.data_ptr()] = storage.nbytes()
         # Kept, so that its memory is not counted twice; detached, because a result that holds its own graph leaks.
         return tensor.detach()
 
-    ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=loaded.device)
-    weights: list[Any] = [info.module.weight for info in linears if info.role != EXPERT_ROLE]
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        work(hidden)
+    return sum(found.values())
+
+
+@contextmanager
+def _wanting_gradients(weights: Sequence[Tensor]) -> Iterator[None]:
     try:
         for weight in weights:
             weight.requires_grad_(True)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            hidden = loaded.layout.final_hidden(loaded.model, ids)
-        del hidden
+        yield
     finally:
         for weight in weights:
             weight.requires_grad_(False)
-    return sum(found.values()) / _PROBE_TOKENS
+
+
+@contextmanager
+def _open_gates(loaded: LoadedModel, layers: Sequence[int]) -> Iterator[None]:
+    """All gates open, wanting a gradient, in these sparse layers."""
+    with expert_gates(loaded.model, only=layers) as gates:
+        gates.set_gates(torch.ones(gates.num_gates, device=loaded.device, requires_grad=True))
+        yield
 
 
 def search_memory(
@@ -111,9 +171,7 @@ def search_memory(
     if offload:
         fetched = (sum(per_linear[info.name] for info in members) for members in plan.fetched_together)
         candidates = STREAM_SLOTS * max(fetched, default=0)
-    # The probe computes in the type that the model has now.
-    probe = _saved_with_gates if plan.experts else saved_bytes_per_token
-    saved = int(probe(loaded, plan.linears) * tokens * width / loaded.dtype.itemsize)
+    saved = int(saved_bytes_per_token(loaded, plan.linears, dtype, gated=bool(plan.experts)) * tokens)
     linears = [info for info in plan.linears if info.role != EXPERT_ROLE]
     largest = max((info.parameters for info in linears), default=0) * width
     widest = max((max(info.in_features, info.out_features) for info in linears), default=0)
@@ -139,19 +197,12 @@ def search_memory(
     return _with_unfilled(counted, loaded.device)
 
 
-def _saved_with_gates(loaded: LoadedModel, linears: Sequence[LinearInfo]) -> float:
-    """The same as :func:`saved_bytes_per_token` in a search, which runs experts by its gates."""
-    with expert_gates(loaded.model) as gates:
-        gates.set_gates(torch.ones(gates.num_gates, device=loaded.device, requires_grad=True))
-        return saved_bytes_per_token(loaded, linears)
-
-
 def pruning_memory(
     loaded: LoadedModel, *, tokens: int, dtype: torch.dtype, checkpointing: bool
 ) -> SearchMemory:
     """Count the memory of a search step over gates of experts; the arguments are those of :func:`search_memory`."""
     width = dtype.itemsize
-    saved = int(_saved_with_gates(loaded, ()) * tokens * width / loaded.dtype.itemsize)
+    saved = int(saved_bytes_per_token(loaded, (), dtype, gated=True) * tokens)
     backward = max(_layer_backward(layer, tokens, probed=True) for layer in moe_layers(loaded.model)) * width
     activations, workspace = _at_the_peak(loaded, tokens, width, saved, backward, checkpointing)
     parameters = sum(p.numel() for p in loaded.model.parameters())

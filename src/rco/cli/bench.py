@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from rco.cli.options import Switches, command_from_config
+from rco.cli.options import Switches, command_from_config, taken_device
 from rco.pipeline.configs import AblationConfig
+from rco.settings import DEVICE_HELP
 
 __all__ = ["app"]
 
@@ -131,7 +132,7 @@ def retraction(
 Shape = Annotated[
     str, typer.Option("--shape", help="qwen3-8b, llama3-8b, qwen3-30b-a3b, olmoe, quick or quick-moe.")
 ]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:N or mps.")]
+Device = Annotated[str, typer.Option("--device", help=DEVICE_HELP)]
 Length = Annotated[int, typer.Option("--length", min=2, help="Tokens of the sequence that a sample sees.")]
 JobOption = Annotated[
     Literal["auto", "quantize", "prune"],
@@ -148,7 +149,7 @@ def _title(shape: str, job: str) -> str:
 def step(
     shape: Shape = "qwen3-8b",
     job: JobOption = "auto",
-    device: Device = "cuda",
+    device: Device = "auto",
     length: Length = 2048,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Gumbel samples per step.")] = 16,
     steps: Annotated[int, typer.Option("--steps", min=0, help="Whole steps to time; 0: none.")] = 3,
@@ -175,7 +176,7 @@ def step(
     with make_progress(as_json) as progress:
         report = run(
             shape,
-            device=device,
+            device=taken_device(device, quiet=as_json),
             length=length,
             samples=samples,
             steps=steps,
@@ -193,7 +194,7 @@ def step(
 def memory(
     shape: Shape = "qwen3-8b",
     job: JobOption = "auto",
-    device: Device = "cuda",
+    device: Device = "auto",
     length: Length = 2048,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Repeats of a sample.")] = 3,
     layers: Layers = None,
@@ -218,7 +219,7 @@ def memory(
     with make_progress(as_json) as progress:
         report = run_memory(
             shape,
-            device=device,
+            device=taken_device(device, quiet=as_json),
             length=length,
             repeats=repeats,
             layers=layers,

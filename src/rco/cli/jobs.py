@@ -90,7 +90,8 @@ def print_plan(
     """What a job would be, what it would take, and where it would go."""
     estimate = planned.estimate
     if as_json:
-        shared = {"model": planned.loaded.name, "requested": str(planned.budget)}
+        device = str(planned.loaded.device)
+        shared = {"model": planned.loaded.name, "device": device, "requested": str(planned.budget)}
         typer.echo(
             json.dumps({**shared, **data, "estimate": estimate.to_dict(), "folder": str(planned.folder)})
         )

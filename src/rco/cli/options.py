@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-__all__ = ["Switches", "command_from_config"]
+__all__ = ["Switches", "command_from_config", "taken_device"]
 
 _PANELS = ("Budget", "Output", "Candidates", "Experts", "Data", "Search", "Comparison", "Machine")
 
@@ -40,6 +40,8 @@ def command_from_config(config: type, run: Callable[[Any, Switches], None]) -> C
 
     def command(**values: Any) -> None:
         shown = Switches(**{name: values.pop(name) for name in switches})
+        if "device" in values:
+            values["device"] = taken_device(values["device"], quiet=shown.quiet or shown.as_json)
         run(config(**values), shown)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -47,6 +49,19 @@ def command_from_config(config: type, run: Callable[[Any, Switches], None]) -> C
     command.__name__ = run.__name__.lstrip("_")
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
+
+
+def taken_device(asked: str, *, quiet: bool) -> str:
+    """The device to use, which for ``auto`` is said on stderr, by one rank and unless ``quiet``."""
+    if asked != "auto":
+        return asked
+    from rco.distributed import is_first_rank
+    from rco.models.loading import pick_device
+
+    taken = pick_device("auto").type
+    if not quiet and is_first_rank():
+        typer.echo(f"device: {taken} (--device auto)", err=True)
+    return taken
 
 
 def _place(field: dataclasses.Field[Any]) -> int:

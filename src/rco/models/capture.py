@@ -2,11 +2,13 @@
 
 Calibration that quantizes block after block needs the input of each block under the blocks already changed, not a
 full forward pass per block. :class:`BlockInputs` holds that input for all sequences and moves it through one block
-at a time; :func:`linear_inputs` streams what named linears of a block read.
+at a time; :func:`linear_inputs` streams what named linears of a block read. :func:`lone_block` runs one block by
+itself, which is how a model is sized up without running it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rco.models.layout import Layout
+from rco.models.precision import computing_in
 
-__all__ = ["BlockInputs", "linear_inputs"]
+__all__ = ["BlockInputs", "LoneBlock", "block_kinds", "linear_inputs", "lone_block"]
 
 
 class _Reached(BaseException):
@@ -144,6 +148,73 @@ class BlockInputs:
             rows = slice(start, start + self._batch)
             result[rows] = norm(self.hidden[rows].to(device)).to(result.device)
         return result
+
+
+@dataclass(frozen=True)
+class LoneBlock:
+    """One block with the arguments that the model gives it, in the type to compute in.
+
+    Attributes:
+        block: The block.
+        hidden: (1, T, H), an input for it: the embedding of tokens that all differ, as far as there are as many.
+    """
+
+    block: nn.Module
+    hidden: Tensor
+    _call: _Call
+
+    def __call__(self, hidden: Tensor | None = None) -> Tensor:
+        """The block's output (1, T, H); gradients flow if they are enabled."""
+        result = self.block(self.hidden if hidden is None else hidden, *self._call.args, **self._call.kwargs)
+        output: Tensor = result[0] if isinstance(result, tuple) else result
+        return output
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What a pass finds there: parameters, buffers, masks and rotary tables."""
+        given = [
+            leaf for leaf in tree_leaves((self._call.args, self._call.kwargs)) if isinstance(leaf, Tensor)
+        ]
+        return [*self.block.parameters(), *self.block.buffers(), *given]
+
+
+@contextmanager
+def lone_block(
+    model: nn.Module, layout: Layout, index: int, *, tokens: int, dtype: torch.dtype
+) -> Iterator[LoneBlock]:
+    """Block ``index`` ready to run on ``tokens`` tokens in ``dtype``; leaving gives it its own type back.
+
+    Nothing but the embedding of the tokens is computed for it.
+    """
+    embedding = layout.embedding(model).weight
+    ids = torch.arange(tokens, device=embedding.device)[None] * 7919 % embedding.shape[0]
+    first, calls = _trace(model, layout, ids)
+    block = layout.blocks(model)[index][1]
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    args, kwargs = tree_map(cast, (calls[index].args, calls[index].kwargs))
+    parameter = next(block.parameters(), None)
+    hidden = first.to(device=None if parameter is None else parameter.device, dtype=dtype)
+    with computing_in(block, dtype):
+        yield LoneBlock(block, hidden, _Call(args, kwargs))
+
+
+def block_kinds(model: nn.Module, layout: Layout) -> list[tuple[int, int]]:
+    """The first block of every kind, and how many there are like it.
+
+    Blocks are alike if they hold parameters of the same names and rows of the same length, so that sparse layers
+    with more or fewer experts are of one kind.
+    """
+    kinds: dict[frozenset[tuple[str, int]], list[int]] = {}
+    for index, (_, block) in enumerate(layout.blocks(model)):
+        held = {
+            (re.sub(r"\d+", "#", name), value.shape[-1] if value.ndim else 0)
+            for name, value in block.named_parameters()
+        }
+        kinds.setdefault(frozenset(held), []).append(index)
+    return [(members[0], len(members)) for members in kinds.values()]
 
 
 @torch.no_grad()

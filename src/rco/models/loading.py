@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.metadata
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+_DENSE_PACKING = (0, 18)  # compressed-tensors since which codes may lie across two words
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
@@ -77,7 +79,7 @@ def load_model(
     name: str | Path,
     *,
     dtype: str | torch.dtype = "auto",
-    device: str | torch.device | None = "cpu",
+    device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
     attention: str | None = None,
     spread: Spread | None = None,
@@ -88,7 +90,7 @@ def load_model(
         name: A built-in name, a local folder, or a Hub id.
         dtype: ``"auto"`` keeps the type of the checkpoint (float32 where that is neither bfloat16 nor float32, so
             that nothing is rounded); or a type.
-        device: ``"cpu"``, ``"cuda"``, ``"mps"``; None picks the fastest there is.
+        device: ``"cpu"``, ``"cuda"``, ``"mps"``; ``"auto"`` picks the fastest there is.
         trust_remote_code: Let the checkpoint run its own Python code.
         attention: Attention implementation of transformers; None for its default (sdpa, else eager).
         spread: Divide the model among several GPUs instead of putting it on ``device``.
@@ -106,6 +108,7 @@ def load_model(
     else:
         config = read_config(folder)
         check_config(config, label, trust_remote_code)
+        check_packing(config, label)
         files = weight_files(folder)
         keywords = {}
         kept = _checkpoint_dtype(config, label)
@@ -153,19 +156,19 @@ def _raw_bytes(value: Tensor) -> Any:
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def pick_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, or the fastest there is for None.
+def pick_device(device: str | torch.device) -> torch.device:
+    """The device asked for; ``auto`` is cuda where torch can use it, else mps, else cpu.
 
     Raises:
         ModelError: This machine does not have the device.
     """
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    if device is None:
+    if device == "auto":
         return torch.device("cuda" if cuda else "mps" if mps else "cpu")
     try:
         wanted = torch.device(device)
     except RuntimeError:
-        raise ModelError(f"Unknown device {device!r}; use cpu, cuda, cuda:N or mps.") from None
+        raise ModelError(f"Unknown device {device!r}; use auto, cpu, cuda, cuda:N or mps.") from None
     present = {"cpu": True, "cuda": cuda, "mps": mps, "meta": True}
     if not present.get(wanted.type, False):
         here = ", ".join(kind for kind in ("cpu", "cuda", "mps") if present[kind])
@@ -261,6 +264,41 @@ def check_config(config: dict[str, Any], label: str, trust_remote_code: bool = F
     layout_for(str(config["model_type"]))
 
 
+def check_packing(config: dict[str, Any], label: str) -> None:
+    """Refuse a packed checkpoint that the installed compressed-tensors would unpack by other rules.
+
+    Since 0.18 codes are packed without gaps; before, a word of 32 bits held whole codes alone. Both agree where the
+    width divides 32.
+
+    Raises:
+        ModelError: compressed-tensors is missing, or too old for a width of the checkpoint.
+    """
+    quantization = config.get("quantization_config") or {}
+    if quantization.get("quant_method") != "compressed-tensors":
+        return
+    try:
+        installed = importlib.metadata.version("compressed-tensors")
+    except importlib.metadata.PackageNotFoundError:
+        raise ModelError(
+            f"{label} is packed, and reading it needs compressed-tensors: run pip install 'rco[export]'."
+        ) from None
+    weights = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
+    split = sorted({bits for entry in weights if (bits := entry.get("num_bits")) and 32 % bits})
+    if quantization.get("format") == "pack-quantized" and split and _release(installed) < _DENSE_PACKING:
+        needed = ".".join(map(str, _DENSE_PACKING))
+        raise ModelError(
+            f"{label} has weights of {' and '.join(map(str, split))} bits, whose packing compressed-tensors reads "
+            f"from version {needed} on; installed is {installed}. Run pip install 'compressed-tensors>={needed}', "
+            "in an environment of its own where another package (such as vLLM 0.32) holds the older one."
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (0, 17, 1) of 0.17.1.dev3."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found.group().split("."))) if found else ()
+
+
 def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     chosen = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if chosen is None or not chosen.is_floating_point:
@@ -298,6 +336,17 @@ def _from_pretrained(folder: Path, label: str, **keywords: Any) -> nn.Module:
             f"The checkpoint of {label} lacks {len(missing)} tensors of the model, first {missing[0]}; they "
             "would be random. Use a complete checkpoint."
         )
+    return _unpacked(cast(Any, model))
+
+
+def _unpacked(model: Any) -> nn.Module:
+    """The model with packed weights decoded, in the type of the checkpoint.
+
+    compressed-tensors would decode them in the first forward pass, in the type that the scales have by then. Where
+    the arithmetic is wider than the checkpoint, those are not the values that an engine computes with.
+    """
+    if hasattr(model, "ct_decompress_hook"):
+        model.hf_quantizer.compressor.decompress_model(model)
     return cast(nn.Module, model)
 
 

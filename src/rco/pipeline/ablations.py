@@ -102,7 +102,10 @@ def plan_ablations(config: AblationConfig) -> AblationPlan:
     ordered = sorted(runs.values(), key=lambda run: -_passes(config, run))
     passes = sum(_passes(config, run) for run in ordered)
     return AblationPlan(
-        config, sweeps, ordered, passes * forward_seconds(planned.loaded, planned.backend.plan, config.length)
+        config,
+        sweeps,
+        ordered,
+        passes * forward_seconds(planned.loaded, planned.backend.compute_dtype, config.length),
     )
 
 

@@ -103,7 +103,7 @@ def run_folder(config: CompressConfig, budget: Budget, prefix: str = "", suffix:
 
 def load_for(config: CompressConfig, ranks: Ranks) -> LoadedModel:
     """The model on this rank's device, or divided among its GPUs."""
-    if config.device_map != "none" and config.device not in (None, "cuda"):
+    if config.device_map != "none" and config.device != "cuda":
         raise ValueError(f"--device-map divides a model among GPUs: add --device cuda, got {config.device}.")
     spread = None if config.device_map == "none" else Spread(config.device_map, ranks.gpus)
     return load_model(

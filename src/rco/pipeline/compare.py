@@ -15,7 +15,7 @@ from rco.pipeline.compare_tables import Draw, write_comparison
 from rco.pipeline.estimate import Estimate
 from rco.pipeline.jobs import Named, Worker, run_jobs
 from rco.pipeline.progress import Progress
-from rco.runs import RunDirectory, available_cores
+from rco.runs import RunDirectory, available_cores, free_memory
 
 __all__ = ["Comparison", "fitting_workers", "parse_methods", "run_comparison", "seeds_of"]
 
@@ -77,20 +77,10 @@ def fitting_workers(expected: Estimate, threads: int) -> int:
     """Processes that the cores and the free memory of this machine hold; one on a GPU."""
     if expected.on_gpu:
         return 1
-    fitting, free = available_cores() // threads, _free_memory()
+    fitting, free = available_cores() // threads, free_memory()
     if free is not None:
         fitting = min(fitting, free // (expected.memory + _PROCESS))
     return max(1, fitting)
-
-
-def _free_memory() -> int | None:
-    """Bytes that a new process may use, where the system says so."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    told = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * int(told[0]) if told else None
 
 
 def run_comparison(

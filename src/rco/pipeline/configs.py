@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rco.settings import check_settings, setting
+from rco.settings import check_settings, device_setting, setting
 
 __all__ = [
     "AblationConfig",
@@ -58,7 +58,7 @@ class CompressConfig:
     top_k: int = setting(0, help="KL over the k likeliest tokens; 0: all.", panel="Search", least=0)
     seed: int = setting(0, help="Of data, noise and everything else.", panel="Search")
 
-    device: str | None = setting("cpu", help="cpu, cuda, cuda:N or mps.", panel="Machine")
+    device: str = device_setting("Machine")
     dtype: str = setting("auto", help="Type of the checkpoint: auto, bfloat16, float32.", panel="Machine")
     compute: Compute = setting("auto", help=_COMPUTE_HELP, panel="Machine")
     batch_size: int = setting(1, help="Sequences per forward pass of the search.", panel="Machine", least=1)
@@ -236,7 +236,7 @@ class EvaluateConfig:
     limit: int | None = setting(None, help="Items per task.", least=1)
     batch_size: int = setting(4, help="Sequences at a time.", least=1)
     seed: int = setting(0, help="Picks the sequences.")
-    device: str | None = setting("cpu", help="cpu, cuda, cuda:N or mps.")
+    device: str = device_setting()
     dtype: str = setting("auto", help="auto, bfloat16 or float32.")
 
     def __post_init__(self) -> None:
@@ -251,7 +251,10 @@ class ExportConfig:
     format: str = setting("compressed-tensors", help="See `rco ls formats`.")
     out: Path | None = setting(None, help="Folder of the checkpoint; default: RUN/FORMAT.")
     overwrite: bool = setting(False, help="Replace what is there.")
-    device: str | None = setting("cpu", help="cpu, cuda, cuda:N or mps.")
+    device: str = device_setting()
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,7 +404,7 @@ class AblationConfig:
     length: int = setting(192, help="Tokens per sequence.", panel="Data", least=2)
 
     out: Path = setting(Path("runs/ablations"), help="Folder for runs, tables and plots.", panel="Machine")
-    device: str | None = setting("cpu", help="cpu, cuda, cuda:N or mps.", panel="Machine")
+    device: str = device_setting("Machine")
     compute: Compute = setting("auto", help=_COMPUTE_HELP, panel="Machine")
     workers: int = setting(1, help="Processes; each loads the model.", panel="Machine", least=1)
     threads: int = setting(1, help="Threads of each process.", panel="Machine", least=1)

@@ -11,20 +11,26 @@ import torch
 from rco.backends.memory import SearchMemory, search_memory
 from rco.backends.plan import QuantizationPlan
 from rco.backends.quantization import Residency
+from rco.models.capture import block_kinds, lone_block
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
-from rco.models.moe_linears import ExpertLinear
+from rco.models.moe_linears import ExpertLinear, model_linears
 from rco.models.precision import compute_dtype
 
 __all__ = ["Estimate", "choose_residency", "estimate", "forward_seconds"]
 
-_OVERHEAD = 1.3  # attention, norms and the assembly of weights, over the matrix products
-_SPARSE_OVERHEAD = 3.0  # the same where tokens are sent to experts and the products are small
+# A block is timed on few tokens first, then on more of them while a pass stays below the limit.
+_FEWEST_TOKENS = 16
+_GROWTH = 4
+_REPEATS = 5
+_SECONDS = 0.1
+
+clock = time.perf_counter
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes and seconds; seconds are scaled from a matrix product timed on this machine.
+    """Bytes and seconds; seconds are scaled from short passes of the model's blocks on this machine.
 
     Attributes:
         model_bytes: Weights on the device while searching.
@@ -129,65 +135,76 @@ def choose_residency(
 def estimate(
     loaded: LoadedModel, plan: QuantizationPlan, config: Any, residency: Residency, memory: SearchMemory
 ) -> Estimate:
-    """Memory as counted, time from the multiplications of each stage and this machine's measured rate."""
+    """Memory as counted, time from the forward passes of each stage and what one takes on this machine."""
     packed = plan.packed_widths
     head = loaded.layout.head(loaded.model).weight
-    width = compute_dtype(config.compute, loaded.device, loaded.dtype).itemsize
+    dtype = compute_dtype(config.compute, loaded.device, loaded.dtype)
     sequences = config.sequences + config.selection
-    forward = _forward_operations(loaded, plan, config.length)
     passes = (
         3 * config.steps * config.samples * config.batch_size
         + config.selection * (5 + config.refine)
         + 3 * config.sensitivity
         + 2 * config.sequences
         + sequences
-        + 12 * config.evaluation
+        + 8 * config.evaluation
     )
-    # Quantization itself: a Hessian and a column loop per linear, for all widths.
+    # Quantization itself: a Hessian and a column loop per linear, for all widths, as a number of forward passes.
     gptq = sum(
         2 * info.in_features**2 * config.length * config.sequences * _share(info) / 3
         + len(packed) * info.out_features * info.in_features**2
         for info in plan.linears
     )
+    if config.method != "rtn":
+        passes += gptq / (2 * config.length * (head.numel() + _weights_per_token(loaded)))
     return Estimate(
         model_bytes=memory.weights,
         original_bytes=memory.originals,
         candidate_bytes=memory.candidates,
-        reference_bytes=sequences * config.length * head.shape[1] * width,
+        reference_bytes=sequences * config.length * head.shape[1] * dtype.itemsize,
         activation_bytes=memory.activations,
         workspace_bytes=memory.workspace,
-        seconds=(passes * forward + (gptq if config.method != "rtn" else 0)) / _rate(loaded.device),
+        seconds=passes * forward_seconds(loaded, dtype, config.length),
         residency=residency,
         on_gpu=loaded.device.type == "cuda",
     )
 
 
-def forward_seconds(loaded: LoadedModel, plan: QuantizationPlan, length: int) -> float:
-    """Time of one forward pass of the search over a sequence; a backward takes about twice that."""
-    return _forward_operations(loaded, plan, length) / _rate(loaded.device)
+def forward_seconds(loaded: LoadedModel, dtype: torch.dtype, length: int) -> float:
+    """Time of one forward pass over a sequence in ``dtype``; a backward takes about twice that.
 
-
-def _forward_operations(loaded: LoadedModel, plan: QuantizationPlan, length: int) -> float:
-    """Those of the matrix products, and for all else as many as take its time."""
+    One block of every kind is timed, and the output layer is taken to multiply at their rate.
+    """
+    blocks = sum(
+        count * _block_seconds(loaded, index, dtype, length)
+        for index, count in block_kinds(loaded.model, loaded.layout)
+    )
     head = loaded.layout.head(loaded.model).weight
-    products = 2 * (sum(info.parameters * _share(info) for info in plan.linears) + head.numel()) * length
-    return products * (_SPARSE_OVERHEAD if plan.experts else _OVERHEAD)
+    return blocks * length * (1 + head.numel() / _weights_per_token(loaded))
+
+
+@torch.no_grad()
+def _block_seconds(loaded: LoadedModel, index: int, dtype: torch.dtype, length: int) -> float:
+    """Seconds per token of a block: the best of a few passes, over more tokens only while that takes no time."""
+    tokens = min(_FEWEST_TOKENS, length)
+    while True:
+        with lone_block(loaded.model, loaded.layout, index, tokens=tokens, dtype=dtype) as lone:
+            times: list[float] = []
+            # The best of several: the first one warms up, and others may use the machine at the moment.
+            while len(times) < _REPEATS and sum(times) < _SECONDS:
+                began = clock()
+                float(lone().sum())  # waits for the device
+                times.append(clock() - began)
+        best = min(times)
+        if tokens == length or _GROWTH * best > _SECONDS:
+            return best / tokens
+        tokens = min(_GROWTH * tokens, length)
+
+
+def _weights_per_token(loaded: LoadedModel) -> float:
+    """Weights of linears that a token meets in all blocks."""
+    return sum(info.parameters * _share(info) for info in model_linears(loaded.layout, loaded.model))
 
 
 def _share(info: LinearInfo) -> float:
     """Part of the tokens that a linear sees: few of them visit any one expert."""
     return info.layer.top_k / info.layer.num_experts if isinstance(info, ExpertLinear) else 1.0
-
-
-def _rate(device: torch.device) -> float:
-    """Multiply-adds per second, twice, of a product like the model's."""
-    a = torch.randn(512, 512, device=device)
-    b = torch.randn(512, 1024, device=device)
-    times = []
-    for _ in range(12):
-        began = time.perf_counter()
-        float((a @ b).sum())  # waits for the device
-        times.append(time.perf_counter() - began)
-    # The best of several: the first ones warm up, and others may use the machine at the moment.
-    # A model's small operations keep it below the rate of a plain product.
-    return 0.5 * 2 * 512 * 512 * 1024 / min(times)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
-
-import torch
-
 from rco.backends.expert_pruning import ExpertPruningBackend
 from rco.backends.memory import pruning_memory
 from rco.pipeline.configs import PruneConfig
-from rco.pipeline.estimate import Estimate
+from rco.pipeline.estimate import Estimate, forward_seconds
 
 __all__ = ["estimate_pruning"]
 
 
 def estimate_pruning(backend: ExpertPruningBackend, config: PruneConfig) -> Estimate:
-    """Memory from shapes, time from one short forward pass on this machine."""
+    """Memory as counted, time from the forward passes of each stage and what one takes on this machine."""
     loaded = backend.loaded
     memory = pruning_memory(
         loaded,
@@ -25,13 +21,13 @@ def estimate_pruning(backend: ExpertPruningBackend, config: PruneConfig) -> Esti
     )
     hidden = loaded.layout.head(loaded.model).weight.shape[1]
     sequences = config.sequences + config.selection
-    forwards = (
+    passes = (
         3 * config.steps * config.samples * config.batch_size
         + config.selection * (6 + config.refine)
         + 3 * sequences
         + 3 * config.sensitivity * (config.prior == "fisher")
         + 7 * config.evaluation
-    ) * config.length
+    )
     searches = 1 + 3 * config.by_domain
     return Estimate(
         model_bytes=memory.weights,
@@ -39,17 +35,6 @@ def estimate_pruning(backend: ExpertPruningBackend, config: PruneConfig) -> Esti
         reference_bytes=sequences * config.length * hidden * backend.compute_dtype.itemsize,
         activation_bytes=memory.activations,
         workspace_bytes=memory.workspace,
-        seconds=searches * forwards * _seconds_per_token(backend, config.length),
+        seconds=searches * passes * forward_seconds(loaded, backend.compute_dtype, config.length),
         on_gpu=loaded.device.type == "cuda",
     )
-
-
-@torch.no_grad()
-def _seconds_per_token(backend: ExpertPruningBackend, length: int) -> float:
-    ids = torch.zeros(1, length, dtype=torch.int64, device=backend.loaded.device)
-    best = float("inf")
-    for _ in range(2):
-        began = time.perf_counter()
-        float(backend.loaded.layout.final_hidden(backend.loaded.model, ids).sum())  # waits for the device
-        best = min(best, time.perf_counter() - began)
-    return best / length

@@ -68,7 +68,13 @@ def loading(run: RunData) -> Markup | None:
         )
     if form == "compressed-tensors":
         pieces.append(
-            element("p", "Needs the package ", element("code", "compressed-tensors"), ".", class_="small")
+            element(
+                "p",
+                "Needs ",
+                element("code", "compressed-tensors>=0.18"),
+                " to be installed.",
+                class_="small",
+            )
         )
     engine = section(run.metrics, "engine")
     if str(engine.get("preset", "")).startswith("vllm") and not engine.get("violations"):

@@ -24,7 +24,7 @@ from rco.core.search import RCO
 from rco.losses import chunked_kl
 from rco.models.loading import pick_device
 from rco.models.shapes import random_model
-from rco.runs import environment
+from rco.runs import environment, free_memory
 from rco.studies.step_cases import Case, Job, as_graph, floor, job_of, make_case, measure, random_tokens
 
 __all__ = ["run", "run_memory", "to_markdown"]
@@ -36,7 +36,7 @@ _GIB = 2**30
 def run(
     shape: str,
     *,
-    device: str = "cuda",
+    device: str = "auto",
     length: int = 2048,
     samples: int = 16,
     steps: int = 3,
@@ -62,6 +62,7 @@ def run(
     """
     tell = on_progress or (lambda done, total: None)
     job, place = job_of(shape, job), pick_device(device)
+    _check_room(shape, place, layers)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     loaded = random_model(shape, device=place, dtype=dtype, layers=layers)
     rows: dict[str, Any] = {}
@@ -240,10 +241,28 @@ def _copy_bandwidth(place: torch.device) -> float:
 # -------------------------------------------------------------------------- memory
 
 
+def _check_room(shape: str, place: torch.device, layers: int | None = None) -> None:
+    """Refuse a shape whose weights alone are more than the free host memory, where they would go there.
+
+    Raises:
+        ValueError: Says what it takes, what is free and what takes less.
+    """
+    free = free_memory()
+    if place.type != "cpu" or free is None:
+        return
+    model = random_model(shape, device="meta", dtype=torch.float32, layers=layers).model
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    if needed > free:
+        raise ValueError(
+            f"{shape} has weights of {needed / 2**30:.1f} GiB in float32, and {free / 2**30:.1f} GiB are free on "
+            "this machine: take fewer --layers, --shape quick, or a machine with a GPU."
+        )
+
+
 def run_memory(
     shape: str,
     *,
-    device: str = "cuda",
+    device: str = "auto",
     length: int = 2048,
     repeats: int = 3,
     layers: int | None = None,
@@ -256,6 +275,7 @@ def run_memory(
     """
     tell = on_progress or (lambda done, total: None)
     job, place = job_of(shape, job), pick_device(device)
+    _check_room(shape, place, layers)
     modes: list[tuple[Any, bool]] = [("resident", False), ("resident", True)]
     if place.type == "cuda" and job == "quantize":
         modes += [("offload", False), ("offload", True)]
