@@ -122,3 +122,78 @@ def test_documents_are_as_the_results_make_them(tables, tmp_path, monkeypatch):
         assert (tmp_path / name).read_text() == (ROOT / name).read_text(), (
             f"run benchmarks/readme_tables.py ({name})"
         )
+
+
+@pytest.fixture
+def manifold_script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("manifold_value")
+
+
+def manifold_runs(script):
+    """Two seeds at two budgets; a penalty that is 0.01 above RCO unless the budget is spent."""
+    return [
+        {
+            "bits": bits, "method": method, "start": "zeros", "seed": seed, "settings": {}, "violation": 0.0,
+            "ends": {
+                end: {
+                    "kl": 0.1 + 0.02 * seed + (0.01 if (method, end) == ("penalty", "printed") else 0.0),
+                    "perplexity": 20.0,
+                    "bits": float(bits),
+                }
+                for end in script.ENDS
+            },
+        }
+        for bits in ("2.5", "10")
+        for method in ("penalty", "rco-plain")
+        for seed in (0, 1)
+    ]  # fmt: skip
+
+
+def test_the_manifold_is_compared_seed_by_seed_and_end_by_end(tables, manifold_script, tmp_path):
+    rows = manifold_script.table_of(manifold_runs(manifold_script))
+    above = {(row["end"], row["bits"]): row for row in rows if row["method"] == "penalty"}
+    for (end, _), row in above.items():
+        assert row["above_rco"] == pytest.approx(0.01 if end == "printed" else 0.0)
+        assert row["above_rco_error"] == pytest.approx(0.0)  # seeds differ, and pairs do not
+        assert row["kl_error"] == pytest.approx(0.01)
+    machine = {"time": "2026-01-02T03:04:05Z", "cpu": "a CPU", "gpu": ["a GPU"], "torch": "2"}
+    tuning = [
+        {"method": "penalty", "settings": {"rho": rho}, "loss": 1 / rho, "runs": 4} for rho in (1.0, 2.0)
+    ]
+    record = {
+        "settings": {"model": "m", "steps": 3, "samples": 2}, "environments": [machine], "seeds": [0, 1],
+        "tuning": tuning, "rows": rows,
+    }  # fmt: skip
+    (tmp_path / "manifold_value.json").write_text(json.dumps(record))
+    tables.main()
+    text = (tmp_path / "docs" / "manifold_value.md").read_text()
+    assert "`penalty`: rho 2; best of 2 settings" in text
+    assert cells(text, "| end | method | 2.5 bits | 10 bits |")[0] == [
+        "printed", "`penalty`", "+0.01000 ± 0.00000", "+0.01000 ± 0.00000",
+    ]  # fmt: skip
+    shown = cells(text, "| bits | end | method | KL")
+    assert [row[0] for row in shown] == ["2.5"] * 8 + ["10"] * 8
+    assert shown[0][1:4] == ["printed", "`rco-plain`", "0.1100 ± 0.0100"]
+
+
+def test_settings_are_the_best_on_average_and_only_of_a_complete_grid(manifold_script, tmp_path):
+    def line(method, own, bits, loss):
+        entry = {"method": method, "settings": own, "bits": bits, "seed": 1000, "selection_loss": loss}
+        return json.dumps({"key": [bits, method, str(own), 1000], "entry": entry}) + "\n"
+
+    path = tmp_path / "tune.jsonl"
+    header = json.dumps({"settings": {}, "environment": {}}) + "\n"
+    lists = {"penalty": ([0.1, 0.9], [0.2, 0.2]), "augmented-lagrangian": ([0.3, 0.3], [0.1, 2.0])}
+    lines = [
+        line(method, {"rho": float(rho)}, bits, loss)
+        for method, losses in lists.items()
+        for rho, pair in enumerate(losses)
+        for bits, loss in zip(("2.5", "3.0"), pair, strict=True)
+    ]
+    path.write_text(header + "".join(lines))
+    assert manifold_script.tuned(path) == {"penalty": {"rho": 1.0}, "augmented-lagrangian": {"rho": 0.0}}
+    assert manifold_script.tuned(None) == {}
+    path.write_text(header + "".join(lines[1:]))
+    with pytest.raises(SystemExit, match="not complete"):
+        manifold_script.tuned(path)
