@@ -197,3 +197,47 @@ def test_settings_are_the_best_on_average_and_only_of_a_complete_grid(manifold_s
     path.write_text(header + "".join(lines[1:]))
     with pytest.raises(SystemExit, match="not complete"):
         manifold_script.tuned(path)
+
+
+def test_expert_domains_show_means_best_values_and_what_nonuniform_layers_save(tables, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("expert_domains")
+    general = script.GENERAL.split(",")
+    lines = {}
+    for seed in (0, 1):
+        for experts, calibration, allocation, kl in (
+            ("0", "coding", "full", 0.0),
+            ("0.25", "coding", "uniform", 0.4),
+            ("0.25", "coding", "nonuniform", 0.1),
+        ):
+            domains = {name: {"kl": kl, "perplexity": 8.0} for name in general[1:]}
+            domains[general[0]] = {"kl": kl + 0.6, "perplexity": 1.0}
+            domains[script.CODING] = {"kl": kl + 0.02 * seed, "perplexity": 4.0}
+            entry = {**script.by_kind(domains), "tasks": {"quiz": 0.5 + kl}}
+            lines["m", experts, calibration, allocation, seed] = {"entry": entry}
+    table = script.table_of(lines)
+    uniform = next(row for row in table if row["allocation"] == "uniform")
+    assert uniform["kl_coding"] == pytest.approx(0.41)
+    assert uniform["kl_coding_std"] == pytest.approx(0.02 / 2**0.5)
+    assert uniform["kl_general"] == pytest.approx(0.5)
+    assert uniform["perplexity_general"] == pytest.approx(8 ** (5 / 6))
+    machine = {"time": "2026-01-02T03:04:05Z", "cpu": "a CPU", "gpu": [], "torch": "2"}
+    settings = {"coding": "c", "general": "a,b", "evaluation": 3, "length": 2}
+    record = {
+        "command": "x",
+        "settings": settings,
+        "environments": [machine],
+        "seeds": [0, 1],
+        "table": table,
+    }
+    (tmp_path / "expert_domains.json").write_text(json.dumps(record))
+    tables.main()
+    text = (tmp_path / "docs" / "expert_pruning.md").read_text()
+    shown = cells(text, "| pruned | calibration | allocation |")
+    assert [row[:3] for row in shown] == [
+        ["none", "", "full model"], ["25 %", "coding", "nonuniform"], ["25 %", "coding", "uniform"],
+    ]  # fmt: skip
+    assert shown[1][3] == "**0.1100 ± 0.0141**"
+    assert shown[2][3] == "0.4100 ± 0.0141"
+    assert shown[2][7] == "**0.900 ± 0.000**"  # of accuracies the highest is best
+    assert "nonuniform has 0.27 times the KL of uniform on coding, 0.40 times on general text" in text
