@@ -131,12 +131,12 @@ def by_kind(domains):
 
 
 def accuracies(settings, planned, chosen, seed):
-    """Accuracy on every task."""
-    from contextlib import nullcontext
-
+    """Accuracy on every task; of the full model for None."""
+    from rco.backends.expert_problem import KEEP
     from rco.pipeline.evaluate import headline, measure_tasks
 
-    with nullcontext(planned.loaded) if chosen is None else planned.backend.apply(chosen) as loaded:
+    everything = [KEEP] * planned.problem.num_groups
+    with planned.backend.apply(everything if chosen is None else chosen) as loaded:
         return {
             name: headline(found)
             for name, found in measure_tasks(loaded, settings.tasks, settings.limit, seed).items()

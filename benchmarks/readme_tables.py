@@ -515,8 +515,8 @@ def expert_domains():
     lines = [
         f"Mean ± standard deviation over {len(data['seeds'])} seeds. Coding is {settings['coding']}, general the "
         f"mean of {settings['general'].replace(',', ', ')}; {settings['evaluation']} sequences of "
-        f"{settings['length']} tokens in all (`{data['command']}`, {machine['time'][:10]}, {machine['cpu']}{gpus}, torch "
-        f"{machine['torch']}).",
+        f"{settings['length']} tokens in all (`{data['command']}`, {machine['time'][:10]}, "
+        f"{machine['cpu']}{gpus}, torch {machine['torch']}).",
         "",
     ]
     for model in dict.fromkeys(row["model"] for row in data["table"]):
