@@ -8,13 +8,14 @@ can be recorded as a CUDA graph. There, runs are cut into blocks of equal length
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = ["grouped_linear", "grouped_outer"]
 
-_KERNEL = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_KERNEL: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NATIVE_CAPABILITIES = (9, 10)
 _SHORTEST_BLOCK = 16  # rows
