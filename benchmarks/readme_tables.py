@@ -466,6 +466,129 @@ def flatness(data):
     ]
 
 
+def manifold_value():
+    """What a method without the manifold has above RCO, spending and ending alike."""
+    data = load("manifold_value")
+    if data is None:
+        return []
+    loop, machine = data["settings"], data["environments"][0]
+    gpus = f", {', '.join(machine['gpu'])}" if machine.get("gpu") else ""
+    lines = [
+        f"`python benchmarks/manifold_value.py`, {loop['model']}, {len(data['seeds'])} seeds, {loop['steps']} "
+        f"steps of {loop['samples']} samples, {machine['time'][:10]}, {machine['cpu']}{gpus}, torch "
+        f"{machine['torch']}.",
+        "",
+        *tuned_settings(data["tuning"]),
+    ]
+    for start, title in (("zeros", "Initial logits of zero"), ("prior", "Initial logits from RCO's prior")):
+        rows = [row for row in data["rows"] if row["start"] == start]
+        if rows:
+            lines += [f"## {title}", "", *above_rco(rows), "", *manifold_table(rows), ""]
+    return lines
+
+
+def above_rco(rows):
+    """How far every method is above ``rco-plain`` that ends alike, a column per budget."""
+    budgets = sorted({row["bits"] for row in rows}, key=float)
+    known = {(row["end"], row["method"], row["bits"]): row for row in rows if "above_rco" in row}
+    lines = [
+        "KL less that of `rco-plain` with the same end and seed, mean ± standard error:",
+        "",
+        f"| end | method | {' | '.join(f'{bits} bits' for bits in budgets)} |",
+        "|---|---|" + "---:|" * len(budgets),
+    ]
+    for end, method in dict.fromkeys(key[:2] for key in known):
+        found = [known.get((end, method, bits)) for bits in budgets]
+        cells = [f"{row['above_rco']:+.5f} ± {row['above_rco_error']:.5f}" if row else "" for row in found]
+        lines.append(f"| {end} | `{method}` | {' | '.join(cells)} |")
+    return lines
+
+
+def expert_domains():
+    """Calibration x allocation x fraction of pruned experts, evaluated on code and on other text."""
+    data = load("expert_domains")
+    if data is None or "table" not in data:
+        return []
+    settings, machine = data["settings"], data["environments"][0]
+    gpus = f", {', '.join(machine['gpu'])}" if machine.get("gpu") else ""
+    tasks = [name for name in data["table"][0] if name.startswith("task ") and not name.endswith("_std")]
+    lines = [
+        f"Mean ± standard deviation over {len(data['seeds'])} seeds. Coding is {settings['coding']}, general the "
+        f"mean of {settings['general'].replace(',', ', ')}; {settings['evaluation']} sequences of "
+        f"{settings['length']} tokens in all (`{data['command']}`, {machine['time'][:10]}, "
+        f"{machine['cpu']}{gpus}, torch {machine['torch']}).",
+        "",
+    ]
+    for model in dict.fromkeys(row["model"] for row in data["table"]):
+        rows = [row for row in data["table"] if row["model"] == model]
+        lines += [f"`{model}`:", "", *domain_table(rows, tasks), "", *nonuniform_gain(rows)]
+    return lines
+
+
+def domain_table(rows, tasks):
+    """The full model, then the fractions; the best of each fraction in bold."""
+    named = [name.removeprefix("task ") for name in tasks]
+    columns = ["kl_coding", "kl_general", "perplexity_coding", "perplexity_general", *tasks]
+    heads = ["KL coding", "KL general", "perplexity coding", "perplexity general", *named]
+    lines = [
+        f"| pruned | calibration | allocation | {' | '.join(heads)} |",
+        "|---|---|---|" + "---:|" * len(heads),
+    ]
+    for row in sorted(rows, key=lambda row: float(row["experts"])):
+        full, cells = row["allocation"] == "full", []
+        others = [other for other in rows if other["experts"] == row["experts"]]
+        for column in columns:
+            digits = 4 if column.startswith("kl") else 3
+            shown = f"{row[column]:.{digits}f} ± {row[f'{column}_std']:.{digits}f}"
+            best = (max if column in tasks else min)(other[column] for other in others)
+            cells.append(f"**{shown}**" if row[column] == best and not full else shown)
+        kind = ["none", "", "full model"] if full else [f"{100 * float(row['experts']):g} %"]
+        kind += [] if full else [row["calibration"], row["allocation"]]
+        lines.append(f"| {' | '.join([*kind, *cells])} |")
+    return lines
+
+
+def nonuniform_gain(rows):
+    """What letting layers differ saves, one line for each fraction and calibration."""
+    known = {(row["experts"], row["calibration"], row["allocation"]): row for row in rows}
+    lines = []
+    for experts, calibration in dict.fromkeys(key[:2] for key in known):
+        pair = [known.get((experts, calibration, kind)) for kind in ("nonuniform", "uniform")]
+        if all(pair):
+            ratios = [f"{pair[0][f'kl_{on}'] / pair[1][f'kl_{on}']:.2f}" for on in ("coding", "general")]
+            lines.append(
+                f"* {100 * float(experts):g} % pruned on {calibration} text: nonuniform has {ratios[0]} times the "
+                f"KL of uniform on coding, {ratios[1]} times on general text."
+            )
+    return [*lines, ""] if lines else []
+
+
+def tuned_settings(tuning):
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in sorted(tuning, key=lambda row: row["method"])):
+        tried = [row for row in tuning if row["method"] == method]
+        best, worst = (pick(tried, key=lambda row: row["loss"]) for pick in (min, max))
+        own = ", ".join(f"{name} {value:g}" for name, value in best["settings"].items())
+        lines.append(
+            f"* `{method}`: {own}; best of {len(tried)} settings, {best['runs']} runs each (loss "
+            f"{best['loss']:.4f}, of the worst {worst['loss']:.4f})."
+        )
+    return [*lines, ""] if lines else []
+
+
+def manifold_table(rows):
+    """KL and bits used, by budget."""
+    lines = [
+        "| bits | end | method | KL, mean ± standard error | perplexity | bits used |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for row in sorted(rows, key=lambda row: float(row["bits"])):  # stable: ends and methods as they come
+        cells = [row["bits"], row["end"], f"`{row['method']}`", f"{row['kl']:.4f} ± {row['kl_error']:.4f}"]
+        cells += [f"{row['perplexity']:.3f}", f"{row['mean_bits']:.4f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 DOCUMENTS = {
     "README.md": (
         comparison,
@@ -482,6 +605,8 @@ DOCUMENTS = {
     "docs/gpu.md": (gpu_table,),
     "docs/comparison.md": (long_comparison,),
     "docs/what_helped.md": (what_searches_end_with,),
+    "docs/manifold_value.md": (manifold_value,),
+    "docs/expert_pruning.md": (expert_domains,),
 }
 
 

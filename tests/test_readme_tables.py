@@ -122,3 +122,122 @@ def test_documents_are_as_the_results_make_them(tables, tmp_path, monkeypatch):
         assert (tmp_path / name).read_text() == (ROOT / name).read_text(), (
             f"run benchmarks/readme_tables.py ({name})"
         )
+
+
+@pytest.fixture
+def manifold_script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("manifold_value")
+
+
+def manifold_runs(script):
+    """Two seeds at two budgets; a penalty that is 0.01 above RCO unless the budget is spent."""
+    return [
+        {
+            "bits": bits, "method": method, "start": "zeros", "seed": seed, "settings": {}, "violation": 0.0,
+            "ends": {
+                end: {
+                    "kl": 0.1 + 0.02 * seed + (0.01 if (method, end) == ("penalty", "printed") else 0.0),
+                    "perplexity": 20.0,
+                    "bits": float(bits),
+                }
+                for end in script.ENDS
+            },
+        }
+        for bits in ("2.5", "10")
+        for method in ("penalty", "rco-plain")
+        for seed in (0, 1)
+    ]  # fmt: skip
+
+
+def test_the_manifold_is_compared_seed_by_seed_and_end_by_end(tables, manifold_script, tmp_path):
+    rows = manifold_script.table_of(manifold_runs(manifold_script))
+    above = {(row["end"], row["bits"]): row for row in rows if row["method"] == "penalty"}
+    for (end, _), row in above.items():
+        assert row["above_rco"] == pytest.approx(0.01 if end == "printed" else 0.0)
+        assert row["above_rco_error"] == pytest.approx(0.0)  # seeds differ, and pairs do not
+        assert row["kl_error"] == pytest.approx(0.01)
+    machine = {"time": "2026-01-02T03:04:05Z", "cpu": "a CPU", "gpu": ["a GPU"], "torch": "2"}
+    tuning = [
+        {"method": "penalty", "settings": {"rho": rho}, "loss": 1 / rho, "runs": 4} for rho in (1.0, 2.0)
+    ]
+    record = {
+        "settings": {"model": "m", "steps": 3, "samples": 2}, "environments": [machine], "seeds": [0, 1],
+        "tuning": tuning, "rows": rows,
+    }  # fmt: skip
+    (tmp_path / "manifold_value.json").write_text(json.dumps(record))
+    tables.main()
+    text = (tmp_path / "docs" / "manifold_value.md").read_text()
+    assert "`penalty`: rho 2; best of 2 settings" in text
+    assert cells(text, "| end | method | 2.5 bits | 10 bits |")[0] == [
+        "printed", "`penalty`", "+0.01000 ± 0.00000", "+0.01000 ± 0.00000",
+    ]  # fmt: skip
+    shown = cells(text, "| bits | end | method | KL")
+    assert [row[0] for row in shown] == ["2.5"] * 8 + ["10"] * 8
+    assert shown[0][1:4] == ["printed", "`rco-plain`", "0.1100 ± 0.0100"]
+
+
+def test_settings_are_the_best_on_average_and_only_of_a_complete_grid(manifold_script, tmp_path):
+    def line(method, own, bits, loss):
+        entry = {"method": method, "settings": own, "bits": bits, "seed": 1000, "selection_loss": loss}
+        return json.dumps({"key": [bits, method, str(own), 1000], "entry": entry}) + "\n"
+
+    path = tmp_path / "tune.jsonl"
+    header = json.dumps({"settings": {}, "environment": {}}) + "\n"
+    lists = {"penalty": ([0.1, 0.9], [0.2, 0.2]), "augmented-lagrangian": ([0.3, 0.3], [0.1, 2.0])}
+    lines = [
+        line(method, {"rho": float(rho)}, bits, loss)
+        for method, losses in lists.items()
+        for rho, pair in enumerate(losses)
+        for bits, loss in zip(("2.5", "3.0"), pair, strict=True)
+    ]
+    path.write_text(header + "".join(lines))
+    assert manifold_script.tuned(path) == {"penalty": {"rho": 1.0}, "augmented-lagrangian": {"rho": 0.0}}
+    assert manifold_script.tuned(None) == {}
+    path.write_text(header + "".join(lines[1:]))
+    with pytest.raises(SystemExit, match="not complete"):
+        manifold_script.tuned(path)
+
+
+def test_expert_domains_show_means_best_values_and_what_nonuniform_layers_save(tables, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("expert_domains")
+    general = script.GENERAL.split(",")
+    lines = {}
+    for seed in (0, 1):
+        for experts, calibration, allocation, kl in (
+            ("0", "coding", "full", 0.0),
+            ("0.25", "coding", "uniform", 0.4),
+            ("0.25", "coding", "nonuniform", 0.1),
+        ):
+            domains = {name: {"kl": kl, "perplexity": 8.0} for name in general[1:]}
+            domains[general[0]] = {"kl": kl + 0.6, "perplexity": 1.0}
+            domains[script.CODING] = {"kl": kl + 0.02 * seed, "perplexity": 4.0}
+            entry = {**script.by_kind(domains), "tasks": {"quiz": 0.5 + kl}}
+            lines["m", experts, calibration, allocation, seed] = {"entry": entry}
+    table = script.table_of(lines)
+    uniform = next(row for row in table if row["allocation"] == "uniform")
+    assert uniform["kl_coding"] == pytest.approx(0.41)
+    assert uniform["kl_coding_std"] == pytest.approx(0.02 / 2**0.5)
+    assert uniform["kl_general"] == pytest.approx(0.5)
+    assert uniform["perplexity_general"] == pytest.approx(8 ** (5 / 6))
+    machine = {"time": "2026-01-02T03:04:05Z", "cpu": "a CPU", "gpu": [], "torch": "2"}
+    settings = {"coding": "c", "general": "a,b", "evaluation": 3, "length": 2}
+    record = {
+        "command": "x",
+        "settings": settings,
+        "environments": [machine],
+        "seeds": [0, 1],
+        "table": table,
+    }
+    (tmp_path / "expert_domains.json").write_text(json.dumps(record))
+    tables.main()
+    text = (tmp_path / "docs" / "expert_pruning.md").read_text()
+    shown = cells(text, "| pruned | calibration | allocation |")
+    assert [row[:3] for row in shown] == [
+        ["none", "", "full model"], ["25 %", "coding", "nonuniform"], ["25 %", "coding", "uniform"],
+    ]  # fmt: skip
+    assert shown[1][3] == "**0.1100 ± 0.0141**"
+    assert shown[2][3] == "0.4100 ± 0.0141"
+    assert shown[2][7] == "**0.900 ± 0.000**"  # of accuracies the highest is best
+    assert "nonuniform has 0.27 times the KL of uniform on coding, 0.40 times on general text" in text

@@ -1,8 +1,9 @@
 """A GPU that is not there: its tensors are in host memory, but CUDA's rules hold for them.
 
 Operations that mix them with tensors of the host fail, and what would make the host wait for a device is noted:
-reading a number, a choice by a mask, a copy that blocks or that does not come from pinned memory. Which kernels
-wait inside, only a real GPU can tell.
+reading a number, a choice by a mask, a copy that blocks or that does not come from pinned memory, a grouped
+multiplication that torch has no kernel for. While a graph is captured these fail, and so does every other copy
+between host and GPU: a replay would read memory that holds something else by then.
 """
 
 import traceback
@@ -23,6 +24,7 @@ _ASKS = {
     aten.nonzero.default,
     aten.repeat_interleave.Tensor,
 }
+_GROUPED = aten._grouped_mm.default  # looks at the ends of its groups in all types but one
 _INDEXING = {
     aten._index_put_impl_.default,
     aten.index.Tensor,
@@ -71,6 +73,20 @@ class PretendedGPU(TorchDispatchMode):
         self.waits = []
         self.pinned = {}
         self._watching = False
+        self._capturing = False
+
+    def captured(self, work, device):
+        """In place of :func:`rco.backends.recording.captured`: a graph that runs the work again."""
+        work()
+        outputs = self._capture(work)
+        return PretendedGraph(lambda: self._capture(work), outputs), outputs
+
+    def _capture(self, work):
+        self._capturing = True
+        try:
+            return work()
+        finally:
+            self._capturing = False
 
     @contextmanager
     def watched(self):
@@ -91,6 +107,8 @@ class PretendedGPU(TorchDispatchMode):
         return tensor
 
     def _wait(self, what):
+        if self._capturing:
+            raise RuntimeError(f"operation not permitted when a graph is captured: {what}")
         if self._watching:
             places = [f"{f.filename}:{f.lineno}" for f in traceback.extract_stack() if "/rco/" in f.filename]
             self.waits.append((str(what), places[-2:]))
@@ -105,6 +123,8 @@ class PretendedGPU(TorchDispatchMode):
                 target_there = _wants_gpu(kwargs, isinstance(source, _OnGPU))
             if target_there == isinstance(source, _OnGPU):
                 return
+            if self._capturing:
+                self._wait(f"copy between host and GPU, {tuple(source.shape)}")
             if not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
                 self._wait(func)
             elif target_there and source.untyped_storage().data_ptr() not in self.pinned:
@@ -123,7 +143,7 @@ class PretendedGPU(TorchDispatchMode):
         elif any(tensor.ndim for tensor in here):
             shapes = [(type(t).__name__, tuple(t.shape)) for t in (*there, *here)]
             raise RuntimeError(f"{func} mixes tensors of the host and of the GPU: {shapes}")
-        if func in _ASKS:
+        if func in _ASKS or (func is _GROUPED and args[0].dtype != torch.bfloat16):
             self._wait(func)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -154,6 +174,17 @@ class PretendedGPU(TorchDispatchMode):
             return known.get(id(value), _OnGPU(value) if on_gpu else value)
 
         return tree_map(placed, found)
+
+
+class PretendedGraph:
+    """A captured graph: every replay overwrites the outputs."""
+
+    def __init__(self, work, outputs):
+        self._work, self._outputs = work, outputs
+
+    def replay(self):
+        for kept, found in zip(self._outputs, self._work(), strict=True):
+            kept.copy_(found)
 
 
 def _held(value):

@@ -250,8 +250,9 @@ class Layout:
 
         Gradients flow if they are enabled. Nothing of size tokens x vocabulary is made.
         """
-        with whole_sequences():
-            output = self.stack(model)(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        stack = self.stack(model)
+        with whole_sequences(stack):
+            output = stack(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         return cast(Tensor, output.last_hidden_state)
 
 

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from rco.models.moe_grouped import grouped_linear, grouped_outer
+
 __all__ = [
     "Ask",
     "ExpertPairs",
@@ -22,8 +24,6 @@ __all__ = [
     "ExpertWeights",
     "PairedExperts",
     "expert_weights",
-    "grouped_linear",
-    "grouped_outer",
     "pair_outputs",
     "routed_tokens",
 ]
@@ -126,64 +126,6 @@ def _stack(experts: nn.ModuleList) -> ExpertWeights:
         return out
 
     return ExpertWeights(up.transpose(1, 2), down.transpose(1, 2), None, None, activate)
-
-
-def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply consecutive runs of rows, each with its own matrix.
-
-    Args:
-        rows: (pairs, in), sorted by expert.
-        weight: (experts, in, out).
-        ends: (experts,) int32: end of each expert's run.
-    """
-    rows = rows.to(weight.dtype)
-    kernel = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-    if (
-        kernel is not None
-        and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and _aligned(rows, weight)
-    ):
-        result: Tensor = kernel(rows, weight, offs=ends)
-        return result
-    # Dtypes and layouts that the grouped kernel does not take (float64 in tests, odd widths).
-    out = rows.new_zeros(rows.shape[0], weight.shape[2])
-    start = 0
-    for expert, end in enumerate(ends.tolist()):
-        if end > start:
-            torch.mm(rows[start:end], weight[expert], out=out[start:end])
-        start = end
-    return out
-
-
-def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """``left.T @ right`` of each run of rows, (experts, left width, right width): gradients of experts' weights.
-
-    Runs without rows are left undefined on devices whose kernel does not touch them.
-    """
-    kernel = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-    if (
-        kernel is not None
-        and left.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and _aligned(left, right)
-    ):
-        result: Tensor = kernel(left.t(), right, offs=ends)
-        return result
-    out = left.new_zeros(len(ends), left.shape[1], right.shape[1])
-    start = 0
-    for expert, end in enumerate(ends.tolist()):
-        if end > start:
-            torch.mm(left[start:end].t(), right[start:end], out=out[expert])
-        start = end
-    return out
-
-
-def _aligned(rows: Tensor, weight: Tensor) -> bool:
-    """The grouped kernel wants strides (and, on some versions, addresses) in multiples of 16 bytes."""
-    unit = 16 // weight.element_size()
-    strides = [s for s in (*rows.stride(), *weight.stride()) if s != 1]
-    if rows.shape[0] == 0 or any(stride % unit for stride in strides):
-        return False
-    return rows.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
 
 
 @dataclass(frozen=True)

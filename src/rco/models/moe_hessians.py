@@ -14,13 +14,8 @@ import torch
 from torch import Tensor
 
 from rco.models.moe import MoELayer
-from rco.models.moe_experts import (
-    ExpertPairs,
-    expert_weights,
-    grouped_linear,
-    grouped_outer,
-    routed_tokens,
-)
+from rco.models.moe_experts import ExpertPairs, expert_weights, routed_tokens
+from rco.models.moe_grouped import grouped_linear, grouped_outer
 from rco.models.moe_linears import original_stacks
 from rco.models.moe_routing import route
 

@@ -17,7 +17,8 @@ from torch.func import functional_call
 
 from rco.compressors.packing import PackedWeight
 from rco.models.moe import MoELayer
-from rco.models.moe_experts import ExpertPairs, ExpertWeights, grouped_linear
+from rco.models.moe_experts import ExpertPairs, ExpertWeights
+from rco.models.moe_grouped import grouped_linear
 from rco.models.moe_options import ExpertOptions, PlacedChoices
 from rco.models.moe_routing import route
 

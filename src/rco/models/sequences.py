@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from torch import Tensor
+from torch import nn
 
 __all__ = ["whole_sequences"]
 
-_QUESTION = "find_packed_sequence_indices"
+_PACKED = "find_packed_sequence_indices"
+_PADDED = "warn_if_padding_and_no_attention_mask"
 
 
 @contextmanager
-def whole_sequences() -> Iterator[None]:
-    """Run a model on sequences whose positions it counts up from 0 by itself.
+def whole_sequences(stack: nn.Module) -> Iterator[None]:
+    """Run a stack of blocks on sequences without padding whose positions it counts up from 0 by itself.
 
-    Before it makes a mask, transformers looks at the positions for several texts packed into one sequence, and
-    waits for the device to tell. Positions that nobody has given hold none.
+    Before it makes a mask, transformers looks at the positions for several texts packed into one sequence, and some
+    models look at the ends of sequences for padding. Both wait for the device.
     """
     masking = sys.modules.get("transformers.masking_utils")
-    ask = getattr(masking, _QUESTION, None)
-    if masking is None or ask is None or ask is _nothing_packed:
+    with ExitStack() as undo:
+        if hasattr(masking, _PACKED):
+            undo.callback(setattr, masking, _PACKED, _answered(masking, _PACKED))
+        if hasattr(stack, _PADDED) and _PADDED not in stack.__dict__:
+            undo.callback(stack.__dict__.pop, _PADDED, None)
+            _answered(stack, _PADDED)
         yield
-        return
-    setattr(masking, _QUESTION, _nothing_packed)
-    try:
-        yield
-    finally:
-        setattr(masking, _QUESTION, ask)
 
 
-def _nothing_packed(position_ids: Tensor) -> None:
-    """In place of the search: there is one text in every sequence."""
+def _answered(owner: Any, question: str) -> Callable[..., Any]:
+    """Let a question be answered with nothing from now on; returns what answered it before."""
+    before: Callable[..., Any] = getattr(owner, question)
+    setattr(owner, question, lambda *_, **__: None)
+    return before
