@@ -137,7 +137,7 @@ def estimate(
     forward = _forward_operations(loaded, plan, config.length)
     passes = (
         3 * config.steps * config.samples * config.batch_size
-        + config.selection * (5 + config.refine)
+        + config.selection * (5 + config.refine_passes)
         + 3 * config.sensitivity
         + 2 * config.sequences
         + sequences
