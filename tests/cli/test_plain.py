@@ -1,5 +1,6 @@
 """``rco-plain``, Algorithm 1 as printed, through every verb that searches."""
 
+import functools
 import json
 
 import numpy as np
@@ -20,6 +21,7 @@ def searched(monkeypatch):
     """(searcher, initial logits or None) of every search by the printed algorithm."""
     seen, search = [], PlainRCO.search
 
+    @functools.wraps(search)
     def watched(self, problem, objective, *, prior=None, **rest):
         seen.append((self, prior))
         return search(self, problem, objective, prior=prior, **rest)
@@ -47,6 +49,9 @@ def test_quantize(run, tmp_path, random_llama, texts, searched):
     result = result_of(out)
     assert result["method"] == "rco-plain"
     assert result["candidates"].keys() == {"final"}
+    history = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    printed = [0.01 ** (t / 3) for t in (1, 2, 3)]
+    assert [record["temperature"] for record in history] == pytest.approx(printed)
     metrics = json.loads((out / "metrics.json").read_text())
     assert [row["name"] for row in metrics["evaluation"] if row["chosen"]] == ["rco-plain"]
     code, _, told = run(*base, "--searcher=rco-plain", "--refine=2", "--out", tmp_path / "none")

@@ -104,3 +104,12 @@ def test_the_settings_are_those_of_the_paper_and_fixed():
     for name in set(settings) - {"tau"}:
         with pytest.raises(TypeError, match=name):
             PlainRCO(**{name: settings[name]})
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 40])
+def test_the_temperatures_are_the_printed_ones(steps):
+    """tau_t = max(tau_min, tau_0 (tau_min / tau_0)^(t / T)) for t = 1 ... T: the last step is at tau_min."""
+    result = PlainRCO(steps=steps, samples=1).search(PROBLEM, QuadraticObjective(*SHAPE, seed=0))
+    printed = [max(0.01, 1.0 * (0.01 / 1.0) ** (t / steps)) for t in range(1, steps + 1)]
+    assert [record.temperature for record in result.history] == pytest.approx(printed, rel=1e-12)
+    assert result.history[-1].temperature == pytest.approx(0.01, rel=1e-12)
