@@ -20,6 +20,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 from parts import merge_parts, run_parts, settings_from, text_files
 
@@ -57,9 +58,14 @@ class Part:
         named, _, share = self.label.partition("@")
         name, *options = named.split(":")
         ((_, name, share),) = parse_methods(f"{name}@{share}" if share else name)
-        types = {field.name: type(field.default) for field in dataclasses.fields(ComparePruneConfig)}
+        hints = get_type_hints(ComparePruneConfig)
+
+        def read(key, value):
+            allowed = (hints[key], *get_args(hints[key]))
+            return next((kind for kind in (int, float) if kind in allowed), str)(value)
+
         pairs = (option.split("=") for option in options)
-        return name, share, tuple((key, types[key](value)) for key, value in pairs)
+        return name, share, tuple((key, read(key, value)) for key, value in pairs)
 
     @property
     def cost(self):

@@ -1,23 +1,25 @@
 """Table 3, section 4.4 and its appendix: Qwen1.5-MoE-A2.7B at 2.5, 3.0 and 3.5 bits, RCO beside MxMoE and uniform.
 
-Settings from the paper: GPTQ at 2 to 8 bits, group size 128, asymmetric. RCO decides once per expert, MxMoE once
-for gate and up and once for down. RCO* and MxMoE leave attention at 16 bits; RCO spreads the same memory over all.
-Wikitext-2 is measured there on 100 chunks of 4096 tokens; its test part holds fewer, so 64 are used here.
+Settings from the paper: GPTQ at 2 to 8 bits, group size 128, asymmetric; MxMoE's sensitivities on 64 sequences.
+RCO decides once per expert, MxMoE once for gate and up and once for down. RCO* and MxMoE leave attention at 16
+bits; RCO spreads the same memory over all. Wikitext-2 is measured there on 100 chunks of 4096 tokens; its test
+part holds fewer, so 64 are used here. From the published code (recipe.py): RCO's initial logits. Not stated
+anywhere: samples and steps of RCO for this model; they are the largest of its other quantization table.
 """
 
 import sys
 from fractions import Fraction
 
-from recipe import Job, Recipe, run
+from recipe import CANDIDATES, QUANTIZATION_RCO, Job, Recipe, run
 
 TASKS = "piqa,hellaswag,arc_easy,arc_challenge,winogrande,lambada_openai"
 # One store of candidates for all rows.
 COMMON = (
-    "--store {out}/candidates --widths 2,3,4,5,6,7,8 --group-size 128 --no-symmetric --data fineweb-edu "
-    "--sequences 256 --length 2048 --evaluation 64 --format dense --checkpointing --device {device} --resume"
+    f"--store {{out}}/candidates {CANDIDATES} --data fineweb-edu --sequences 256 --sensitivity 64 --length 2048 "
+    "--evaluation 64 --format dense --checkpointing --device {device} --resume"
 )
 EXPERTS = "--count experts --lock attention=16"
-RCO = "--searcher rco --steps 200 --samples 16 --lr 0.1 --tau 1.0 0.01"
+RCO = f"{QUANTIZATION_RCO} --steps 200 --samples 16"
 
 # Weights of the 24 layers: attention, and 60 routed experts with the shared one.
 IN_ATTENTION = 24 * 4 * 2048**2

@@ -1,17 +1,16 @@
 """Table 1, section 4.2 and appendix C: Qwen3-Coder-Next, coding or general calibration, uniform counts or not.
 
-The paper generates with vLLM in bfloat16, greedily; here lm-eval runs the checkpoint in transformers.
+The paper states the two data sets and REAP scores as initial logits. RCO's settings are those of its published
+code (recipe.py), 300 steps as there. The paper generates with vLLM in bfloat16, greedily; here lm-eval runs the
+checkpoint in transformers.
 """
 
 import sys
 
-from recipe import CODING, GENERAL, Job, Recipe, run
+from recipe import CODING, GENERAL, PRUNING_DATA, PRUNING_RCO, Job, Recipe, run
 
 DATA = {"coding": "evol-codealpaca", "general": "fineweb-edu"}
-COMMON = (
-    "--searcher rco --steps 300 --samples 16 --prior reap --sequences 256 --length 2048 --checkpointing "
-    "--device {device} --resume"
-)
+COMMON = f"{PRUNING_RCO} --steps 300 {PRUNING_DATA} --checkpointing --device {{device}} --resume"
 ROWS = {
     f"{share}-{domain}-{allocation}": f"--experts {share} --data {data}{' --uniform' * (allocation == 'uniform')}"
     for share in ("0.25", "0.5")

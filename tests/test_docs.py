@@ -1,5 +1,6 @@
 """Every ``rco`` command that documents and help texts show is one that the command line takes."""
 
+import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -8,6 +9,9 @@ import pytest
 import typer
 
 from rco.cli.app import app
+from rco.core.search import RCO
+from rco.pipeline.configs import PruneConfig, QuantizeConfig
+from rco.pipeline.searchers import search_settings
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -71,3 +75,26 @@ def test_links_between_documents_lead_somewhere():
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_the_paper_map_states_the_defaults_that_are_in_force():
+    text = (ROOT / "docs" / "paper_map.md").read_text(encoding="utf-8")
+    table = text.split("## Defaults")[1].split("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "|" in line
+    ]
+    found = {row[0]: row[1:5] for row in rows[2:]}
+
+    def stated(settings):
+        values = {**settings, "last temperature": settings["tau"][1]}
+        return ["no" if values[name] is False else str(values[name]) for name in found]
+
+    commands = [QuantizeConfig(model="m"), PruneConfig(model="m")]
+    expected = [stated(dataclasses.asdict(RCO())), *(stated(search_settings(config)) for config in commands)]
+    for config in commands:
+        plain = stated(search_settings(dataclasses.replace(config, searcher="rco-plain")))
+        usual = stated(search_settings(config))
+        pairs = zip(plain, usual, [row[3] for row in found.values()], strict=True)
+        assert all(mine == (theirs if said == "as the command" else said) for mine, theirs, said in pairs)
+    assert set(found) == {"steps", "samples", "lr", "last temperature", "antithetic", "refine"}
+    assert [list(column) for column in zip(*found.values(), strict=True)][:3] == expected

@@ -11,6 +11,7 @@ __all__ = ["BACKENDS", "FORMATS", "METHODS", "load", "unknown_name"]
 
 METHODS: dict[str, str] = {
     "rco": "rco.core.search:RCO",
+    "rco-plain": "rco.core.plain:PlainRCO",
     "lagrangian": "rco.baselines.lagrangian:Lagrangian",
     "augmented-lagrangian": "rco.baselines.lagrangian:AugmentedLagrangian",
     "penalty": "rco.baselines.lagrangian:Penalty",

@@ -1,5 +1,7 @@
 """Losses whose structure the baselines are meant to exploit, and an independent exact solver."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ def methods():
 
 def make(name, **settings):
     searcher = tables.load(tables.METHODS, name, "method")
-    known = set(searcher.__dataclass_fields__)
+    known = {field.name for field in dataclasses.fields(searcher) if field.init}
     quick = {k: v for k, v in {**QUICK, **SMALL_STAGES}.items() if k in known}
     return searcher(**{**quick, **settings})
 

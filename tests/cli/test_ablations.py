@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rco.cli import main
+from rco.core.plain import PlainRCO
 from rco.models.tiny import save_tiny
 from rco.pipeline.ablations import _Bench, plan_ablations, run_ablations
 from rco.pipeline.configs import AblationConfig
@@ -75,6 +76,39 @@ def test_a_group_is_as_sensitive_as_its_members_together(finished):
     measured = fisher_differences(bench._grouped, bench.data.search.select(slice(0, 2)), seed=0)
     assert len(bench._grouped.plan.groups) < len(bench.backend.plan.groups)
     torch.testing.assert_close(derived, measured, rtol=1e-4, atol=1e-7)
+
+
+def test_the_printed_part_is_the_searcher_rco_plain(finished, monkeypatch):
+    config, record, _ = finished
+    config = dataclasses.replace(config, store=config.out / "candidates")
+    search, seen = PlainRCO.search, []
+
+    def watched(self, problem, objective, *, prior=None, **rest):
+        seen.append((self, prior))
+        return search(self, problem, objective, prior=prior, **rest)
+
+    monkeypatch.setattr(PlainRCO, "search", watched)
+    plan = plan_ablations(config)
+    run = next(run for run in plan.runs if run.kind == "printed")
+    bench = _Bench(plan.config, config.out, progress=_silent())
+    before = next(r for r in record["runs"] if r["key"] == run.loop.key and "printed" in r["measured"])
+    assert bench.do(run)["measured"]["printed"] == before["measured"]["printed"]
+    bench.config = dataclasses.replace(plan.config, printed_prior="weight-error")
+    bench.do(run)
+    (zeros, nothing), (official, prior) = seen
+    assert (
+        zeros
+        == official
+        == PlainRCO(
+            steps=8, samples=4, lr=0.1, tau=(1.0, run.loop.tau), antithetic=run.loop.antithetic, seed=run.seed
+        )
+    )
+    assert nothing is None
+    errors = bench.backend.weight_distances()
+    assert torch.equal(errors[:, -1], torch.zeros(len(errors), dtype=torch.float64))  # the widest itself
+    torch.testing.assert_close(
+        prior - prior[:, -1:], -(errors + 1e-8).log() + torch.tensor(1e-8).double().log()
+    )
 
 
 def _silent():

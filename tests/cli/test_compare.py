@@ -1,6 +1,7 @@
 """``rco compare quantize`` from the command line, on a tiny random model."""
 
 import csv
+import dataclasses
 import json
 import os
 
@@ -136,6 +137,7 @@ def test_bad_requests_are_refused_before_any_work(run, tmp_path, random_llama):
         (["--bits=2.5", "--tasks", tmp_path / "bad.jsonl"], "line 1: expected an object with context"),
         (["--bits=2.5", "--methods=rcoo"], "Did you mean rco"),
         (["--bits=2.5", "--methods=rco@2"], "share of the tokens"),
+        (["--bits=2.5", "--prior=weight-error"], "rco-plain+weight-error"),
         (["--bits=2.5", "--allowance=hours=3"], "tokens=NUMBER"),
         (["--methods=rco"], "one kind of budget"),
         (["--bits=2.5", "--sweep"], "two different budgets"),
@@ -198,18 +200,31 @@ def test_labels_say_who_has_the_prior():
         label: Entrant.parse(label).prior for label in ("rco@0.1", "rco-plain", "penalty", "penalty+prior")
     }
     assert has_prior == {"rco@0.1": True, "rco-plain": False, "penalty": False, "penalty+prior": True}
-    rco = {"samples": 3, "lr": 0.2, "tau": (1.0, 0.1), "refine": None}
-    searcher = Entrant.parse("penalty+prior").make(500, None, 4, rco)
+    config = CompareQuantizeConfig(model="any", samples=3, lr=0.2)
+    searcher = Entrant.parse("penalty+prior").make(500, None, 4, config)
     assert (searcher.samples, searcher.choose, searcher.refine, searcher.max_evaluations) == (
         3,
         True,
         None,
         500,
     )
-    printed = Entrant.parse("penalty").make(500, None, 4, rco)
+    assert searcher.tau == (1.0, 0.1)
+    printed = Entrant.parse("penalty").make(500, None, 4, config)
     assert (printed.samples, printed.choose, printed.refine, printed.curvature) == (3, False, 0, False)
-    free = Entrant.parse("evopress").make(None, None, 1, rco)
+    plain = Entrant.parse("rco-plain+weight-error").make(500, None, 4, config)
+    for name in ("samples", "lr", "tau", "refine", "curvature", "choose", "monotone", "antithetic"):
+        assert getattr(plain, name) == getattr(printed, name), name
+    assert plain.tau == (1.0, 0.01)
+    colder = dataclasses.replace(config, tau=(1.0, 0.05), antithetic=True, samples=4)
+    for label in ("rco", "rco-plain", "penalty"):
+        made = Entrant.parse(label).make(500, None, 4, colder)
+        assert (made.tau, made.antithetic, made.samples) == ((1.0, 0.05), True, 4)
+    free = Entrant.parse("evopress").make(None, None, 1, config)
     assert free == tables.load(tables.METHODS, "evopress", "method")(seed=1)
+    few = Entrant.parse("evoesap").make(500, None, 1, dataclasses.replace(config, generations=10))
+    assert few.generations == 10
+    with pytest.raises(ValueError, match="weight-error or prior, got 'reap'"):
+        Entrant.parse("rco-plain+reap")
 
 
 def test_a_comparison_without_any_result_names_the_searches_and_why(run, tmp_path, random_llama, texts):

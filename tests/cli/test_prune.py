@@ -205,3 +205,12 @@ def test_comparison_writes_its_tables_and_goes_on(run, tmp_path, random_moe, tex
         code, _, told = run(*arguments, "--methods", bad, "--resume")
         assert code == 1
         assert words in told
+
+
+def test_generations_of_an_evolution_can_be_set(run, tmp_path, random_moe, texts):
+    out = tmp_path / "run"
+    arguments = ["prune", random_moe, "--experts=5", "--data", texts, "--format=none", "--out", out, *SMALL]
+    code, _, told = run(*arguments, "--searcher=evoesap", "--prior=reap", "--generations=2")
+    assert code == 0, told
+    settings = json.loads((out / "allocation.json").read_text())["settings"]
+    assert (settings["generations"], settings["steps_taken"]) == (2, 3)  # the first step chooses a parent

@@ -19,7 +19,6 @@ from rco.core.problem import AllocationProblem
 N, K = 20, 6
 
 
-
 def _problem(kind: str = "one") -> AllocationProblem:
     rng = np.random.default_rng(0)
     costs = rng.integers(1, 40, (N, K))
@@ -453,7 +452,9 @@ def _reaches_the_optimum(seed: int) -> None:
         assert reached >= best - 1e-9 * width
         if reached <= best + 1e-6 * width:
             return
-    raise AssertionError(f"problem {seed} ended {(reached - best) / width:.1e} of its width above the optimum")
+    raise AssertionError(
+        f"problem {seed} ended {(reached - best) / width:.1e} of its width above the optimum"
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,11 +1,16 @@
 """Every recipe's dry run, on a tiny random model of its architecture, through the commands' own planning."""
 
+import dataclasses
 import importlib.util
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
+import typer
+
+from rco.cli.app import app
+from rco.pipeline.configs import AblationConfig, PruneConfig, QuantizeConfig
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "recipe")
@@ -77,6 +82,53 @@ def test_evaluations_measure_what_the_recipe_makes(name):
         elif words[0] != "bench":
             made.add(words[words.index("--out") + 1])
     assert made == evaluated
+
+
+def configurations(recipe):
+    """The configuration behind every command that searches, read as the command line reads it."""
+    root = typer.main.get_command(app)
+    kinds = {"quantize": QuantizeConfig, "prune": PruneConfig, "bench": AblationConfig}
+    for job in recipe.jobs:
+        verb, *words = shlex.split(job.command)
+        if verb in kinds:
+            command = root.commands[verb]
+            if verb == "bench":
+                command, words = command.commands[words[0]], words[1:]
+            given = command.make_context(verb, words).params
+            known = {field.name for field in dataclasses.fields(kinds[verb])}
+            yield kinds[verb](**{key: value for key, value in given.items() if key in known})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_the_papers_algorithm_with_its_settings(name):
+    """Settings of the paper, or where it is silent those of its published code."""
+    recipe = load(name).RECIPE
+    for config in configurations(recipe):
+        if isinstance(config, AblationConfig):
+            assert (config.tau, config.printed_prior, config.group_size) == (0.01, "weight-error", 128)
+            continue
+        searcher = config.searcher
+        assert searcher != "rco"
+        if isinstance(config, QuantizeConfig):
+            assert (config.group_size, config.symmetric, config.clip, config.sweeps) == (
+                128,
+                False,
+                "minmax",
+                0,
+            )
+            assert (config.sequences, config.length, config.batch_size) == (256, 2048, 1)
+            assert searcher != "evopress" or config.generations == 100
+            if searcher == "rco-plain":
+                assert (config.tau, config.lr, config.antithetic) == ((1.0, 0.01), 0.1, False)
+                assert (config.start, config.strength) == ("weight-error", 1.0)
+        else:
+            assert (config.sequences, config.length, config.batch_size, config.top_k) == (64, 2048, 4, 20)
+            assert config.start == "reap"
+            generations = 10 if recipe.model == "Qwen/Qwen3-30B-A3B" else 50
+            assert searcher != "evoesap" or config.generations == generations
+            if searcher == "rco-plain":
+                assert (config.tau, config.samples, config.antithetic) == ((1.0, 0.05), 4, True)
+                assert (config.gates, config.lr) == ("scale", 0.1)
 
 
 def test_a_row_that_is_not_there_is_said(capsys):

@@ -14,7 +14,7 @@ from rco.compressors.packing import PackedWeight
 from rco.models.layout import LinearInfo
 from rco.store import CandidateStore
 
-__all__ = ["recorded_errors", "weight_errors"]
+__all__ = ["recorded_errors", "weight_distances", "weight_errors"]
 
 
 def recorded_errors(plan: QuantizationPlan, store: CandidateStore, name: str) -> Tensor:
@@ -47,15 +47,39 @@ def weight_errors(
     for row, group in enumerate(plan.groups):
         whole = 0.0
         for member in group.members:
-            weight = member.weight.detach().to(device).float()
-            square = float(weight.double().square().sum())
-            whole += square
+            weight = _option_weight(packed, member, LEAVE_ALONE, device)
+            whole += float(weight.double().square().sum())
             for column, width in enumerate(plan.widths):
-                if width == PRUNED:
-                    errors[row, column] += square
-                elif width != LEAVE_ALONE:
-                    candidate = packed_candidate(packed, member, option_label(width))
-                    rounded = candidate.to(device).dequantize(torch.float32)
-                    errors[row, column] += float((rounded - weight).double().square().sum())
+                option = _option_weight(packed, member, width, device)
+                errors[row, column] += float((option - weight).double().square().sum())
         errors[row] /= whole or 1.0
     return errors
+
+
+@torch.no_grad()
+def weight_distances(
+    plan: QuantizationPlan, packed: Mapping[str, Mapping[str, PackedWeight]], device: torch.device
+) -> Tensor:
+    """(N, K) mean squared difference of every option's weights to those of the group's widest option.
+
+    Summed over a group's members; zero for options that a group does not have.
+    """
+    distances = torch.zeros(len(plan.groups), len(plan.widths), dtype=torch.float64)
+    for row, group in enumerate(plan.groups):
+        for member in group.members:
+            widest = _option_weight(packed, member, max(group.widths), device)
+            for column, width in enumerate(plan.widths):
+                if width in group.widths:
+                    option = _option_weight(packed, member, width, device)
+                    distances[row, column] += float((option - widest).double().square().mean())
+    return distances
+
+
+def _option_weight(
+    packed: Mapping[str, Mapping[str, PackedWeight]], member: LinearInfo, width: int, device: torch.device
+) -> Tensor:
+    """The weights that a linear computes with under one option, in float32."""
+    if width not in (LEAVE_ALONE, PRUNED):
+        return packed_candidate(packed, member, option_label(width)).to(device).dequantize(torch.float32)
+    weight = member.weight.detach().to(device).float()
+    return torch.zeros_like(weight) if width == PRUNED else weight

@@ -25,7 +25,7 @@ from rco.backends.candidates import (
 from rco.backends.deployment import chosen_weights, deploy, written_names
 from rco.backends.layer_errors import layer_errors
 from rco.backends.objective import LanguageModelObjective, LossKind, Reference
-from rco.backends.option_errors import recorded_errors, weight_errors
+from rco.backends.option_errors import recorded_errors, weight_distances, weight_errors
 from rco.backends.plan import QuantizationPlan
 from rco.backends.switched import SwitchedModel, switched_model
 from rco.compressors.packing import PackedWeight
@@ -261,6 +261,10 @@ class QuantizationBackend(Backend):
     def option_errors(self) -> Tensor:
         """(N, K) squared error of every option's weights over the square of the full ones, in a group together."""
         return weight_errors(self.plan, self.packed(), self.loaded.device)
+
+    def weight_distances(self) -> Tensor:
+        """(N, K) mean squared difference of every option's weights to those of the group's widest option."""
+        return weight_distances(self.plan, self.packed(), self.loaded.device)
 
     def _built(self) -> CandidateStore:
         if self.store is None:

@@ -33,10 +33,14 @@ __all__ = [
     "curvature",
     "fisher_differences",
     "logits_from_losses",
+    "logits_from_weights",
     "predicted_losses",
     "second_order",
     "steadied_losses",
 ]
+
+# Added to errors of weights before their logarithm is taken, as in the paper's own code.
+_WEIGHT_ERROR_FLOOR = 1e-8
 
 
 @dataclass(frozen=True)
@@ -214,6 +218,20 @@ def logits_from_losses(losses: Tensor, problem: AllocationProblem, strength: flo
     unit = float(scale.median()) if scale.numel() else 1.0
     # Beyond this many units an option is as good as ruled out; a bound keeps the logits finite and movable.
     return torch.where(allowed, -strength * (regret / unit).clamp(max=20.0), 0.0)
+
+
+def logits_from_weights(distances: Tensor, problem: AllocationProblem, strength: float = 1.0) -> Tensor:
+    """(N, K) logits as the paper's own code starts from: minus the logarithm of the error of the weights.
+
+    Args:
+        distances: (N, K) mean squared differences to the weights of the widest option, see
+            :meth:`QuantizationBackend.weight_distances`.
+        problem: Says which options are allowed.
+        strength: Factor on the logits; 1 as in that code.
+    """
+    logits = -(distances + _WEIGHT_ERROR_FLOOR).log()
+    logits = strength * (logits - logits.mean(dim=1, keepdim=True))
+    return torch.where(torch.tensor(problem.allowed), logits, 0.0)
 
 
 def _priced_costs(losses: np.ndarray, problem: AllocationProblem) -> np.ndarray:

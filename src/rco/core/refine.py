@@ -43,9 +43,9 @@ _PATIENCE = 96
 class SampleTracker:
     """The best sample so far, with the difficulty of the batches it was measured on taken out.
 
-    Samples are measured on different batches, some of which are harder than others. How much harder is learned from
-    the samples themselves: the mean distance of a batch's losses from the moving average of all losses. A batch that
-    was never visited counts as average.
+    Samples are measured on different batches, some of which are harder than others. How much harder is learned
+    from the samples themselves: the mean distance of a batch's losses from the moving average of all losses. A
+    batch that was never visited counts as average.
     """
 
     def __init__(self, num_batches: int) -> None:

@@ -105,8 +105,8 @@ def solve_joint(
             candidate = evaluate(trial)
             used += 1
             predicted = float(point.gradient @ (trial - shift))
-            # Near the minimum the decrease drowns in the rounding of Phi: a step that raises it by no more than that
-            # is a Newton step as good as any, and may be the one that shows which budgets bind.
+            # Near the minimum the decrease drowns in the rounding of Phi: a step that raises it by no more than
+            # that is a Newton step as good as any, and may be the one that shows which budgets bind.
             rounding = _PHI_ROUNDING * abs(point.value)
             accepted = candidate.value <= point.value + 1e-4 * predicted + rounding
             if not accepted:

@@ -21,8 +21,15 @@ from torch import Tensor
 
 from rco.backends.base import Budget
 from rco.backends.quantization import QuantizationBackend
-from rco.backends.sensitivity import fisher_differences, logits_from_losses, predicted_losses, second_order
+from rco.backends.sensitivity import (
+    fisher_differences,
+    logits_from_losses,
+    logits_from_weights,
+    predicted_losses,
+    second_order,
+)
 from rco.core.knapsack import solve_mckp
+from rco.core.plain import PlainRCO
 from rco.core.problem import AllocationProblem
 from rco.core.refine import layer_order, spend, uniform_allocation
 from rco.core.result import SearchResult
@@ -207,29 +214,31 @@ class _Bench:
         selection = self.data.selection.select(slice(0, 1)) if printed else self.data.selection
         prior = proxy = None
         backend.curvature = None
-        if not printed:
+        if printed:
+            if config.printed_prior == "weight-error":
+                prior = logits_from_weights(backend.weight_distances(), problem)
+        else:
             differences = self._differences(backend, loop, run.seed)
             known = second_order(backend, differences)
             backend.curvature = known.curvature
             prior, proxy = logits_from_losses(known.losses, problem, config.prior_strength), known.losses
-        searcher = RCO(
-            steps=loop.steps,
-            samples=loop.samples,
-            lr=loop.lr,
-            tau=(1.0, loop.tau),
-            antithetic=loop.antithetic,
-            seed=run.seed,
-            refine=0 if printed else config.refine,
-            curvature=not printed,
-        )
+        settings: dict[str, Any] = {
+            "steps": loop.steps,
+            "samples": loop.samples,
+            "lr": loop.lr,
+            "tau": (1.0, loop.tau),
+            "antithetic": loop.antithetic,
+            "seed": run.seed,
+        }
+        searcher = PlainRCO(**settings) if printed else RCO(**settings, refine=config.refine)
         last: dict[str, Any] = {}
         with backend.objective(data, selection) as objective:
             result = searcher.search(problem, objective, prior=prior, proxy=proxy, on_checkpoint=last.update)
-        found = (
-            _printed(problem, last["process"]["logits"])
-            if printed
-            else {"search": np.asarray(result.allocation)}
-        )
+        choices = np.asarray(result.allocation)
+        found = {"search": choices}
+        if printed:
+            liked = torch.log_softmax(last["process"]["logits"] + problem.log_allowed, dim=-1).numpy()
+            found = {"printed": choices, "spent": spend(problem, choices, liked)}
         return {
             "key": loop.key,
             "loop": loop.to_dict(),
@@ -283,13 +292,6 @@ class _Bench:
             "uniform interpolation": self._measure(self.backend, interpolation),
             "proxy knapsack": self._measure(self.backend, proxy),
         }
-
-
-def _printed(problem: AllocationProblem, logits: Tensor) -> dict[str, np.ndarray]:
-    """Line 16 of Algorithm 1, and the same with what it leaves spent."""
-    values = torch.log_softmax(logits + problem.log_allowed, dim=-1).numpy()
-    choices = np.asarray(solve_mckp(values, problem).allocation)
-    return {"printed": choices, "spent": spend(problem, choices, values)}
 
 
 def _centre(config: AblationConfig) -> Loop:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from rco import tables
 from rco.backends.base import Backend, Budget
 from rco.core.problem import Allocation, AllocationProblem
 from rco.core.protocols import Objective
@@ -29,6 +27,7 @@ from rco.pipeline.configs import CompressConfig
 from rco.pipeline.estimate import Estimate
 from rco.pipeline.judge import Judge
 from rco.pipeline.progress import Progress
+from rco.pipeline.searchers import configured_searcher
 from rco.runs import RunDirectory
 
 __all__ = [
@@ -41,12 +40,10 @@ __all__ = [
     "describe_model",
     "judge_all",
     "load_for",
-    "make_searcher",
     "method_label",
     "open_run",
     "run_folder",
     "run_search",
-    "search_settings",
     "search_stage",
     "shared_objective",
     "slug",
@@ -140,25 +137,6 @@ def build_data(config: CompressConfig, tokenizer: Any, spec: str | None = None) 
     )
 
 
-def search_settings(config: CompressConfig) -> dict[str, Any]:
-    """What a searcher may be told."""
-    return {
-        "steps": config.steps,
-        "samples": config.samples,
-        "lr": config.lr,
-        "tau": tuple(config.tau),
-        "refine": config.refine,
-        "seed": config.seed,
-    }
-
-
-def make_searcher(method: str, settings: Mapping[str, Any]) -> Any:
-    """A method of the table with those of the settings that it has."""
-    cls = tables.load(tables.METHODS, method, "method")
-    known = {field.name for field in dataclasses.fields(cls)}
-    return cls(**{name: value for name, value in settings.items() if name in known})
-
-
 def run_search(
     run: RunDirectory,
     searcher: Any,
@@ -214,7 +192,7 @@ def search_stage(
     """
     if run.finished:
         return run.result
-    searcher = make_searcher(config.searcher, {**search_settings(config), **(own or {})})
+    searcher = configured_searcher(config, own)
     device = planned.loaded.device
     with timed(run, "search"), shared_objective(planned, data) as objective:
         for name, value in (known or {}).items():

@@ -24,7 +24,8 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
         "greedy-down,random,lagrangian,augmented-lagrangian,penalty,frank-wolfe,uniform,uniform-fill,"
         "uniform-random-fill",
         help="Comma-separated; see `rco ls methods`. METHOD@0.1 has a tenth of the allowance, METHOD+prior starts "
-        "from RCO's prior, rco-plain is Algorithm 1 as printed, fisher-pooled the knapsack of RCO's prior.",
+        "from RCO's prior, METHOD+weight-error from the initial logits of the paper's own code; "
+        "fisher-pooled is the knapsack of RCO's prior.",
         panel="Comparison",
     )
     seeds: int = setting(3, help="Seeds of each search; the data stay the same.", panel="Comparison", least=1)
@@ -48,6 +49,14 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
         None, help="Tasks to measure, too: JSONL files or lm-eval names, comma-separated.", panel="Comparison"
     )
     limit: int | None = setting(None, help="Items per task.", panel="Comparison", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prior is not None:
+            raise ValueError(
+                f"In a comparison the name of a method says where it starts, such as rco-plain+weight-error or "
+                f"evopress+prior: leave out --prior, got {self.prior}."
+            )
 
     def budget_list(self) -> list[str]:
         """The budgets, as they were written."""

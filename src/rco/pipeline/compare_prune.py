@@ -15,13 +15,14 @@ from rco.backends.expert_pruning import SCORES, ExpertPruningBackend, score_tabl
 from rco.core.result import SearchResult
 from rco.core.search import MOST_CANDIDATES, GumbelSearch
 from rco.data.calibration import CalibrationSet, DataSplits
-from rco.pipeline.common import build_data, make_searcher, open_run, run_folder, search_settings, slug
+from rco.pipeline.common import build_data, open_run, run_folder, slug
 from rco.pipeline.compare import Comparison, fitting_workers, parse_methods, run_comparison, seeds_of
 from rco.pipeline.compare_figures import draw_divergence
-from rco.pipeline.configs import ComparePruneConfig
+from rco.pipeline.configs import PLAIN, ComparePruneConfig
 from rco.pipeline.judge import Judge
 from rco.pipeline.progress import Progress, Silent
 from rco.pipeline.prune import PlannedPruning, plan_pruning
+from rco.pipeline.searchers import make_searcher, search_settings
 
 __all__ = ["PruneContest", "PruneJob", "compare_pruning", "default_tokens", "resolve_method"]
 
@@ -40,7 +41,8 @@ class Entrant:
 
     Attributes:
         method: Name in the table of methods.
-        score: Score that the method picks or orders by; None for its usual prior.
+        score: Score that the method picks, orders or starts by; None for its usual prior, which of Algorithm 1 as
+            printed is none.
         settings: What the name says beyond that.
     """
 
@@ -88,8 +90,10 @@ class PruneJob:
 
 def default_tokens(config: ComparePruneConfig) -> int:
     """What RCO forwards with the given settings, a backward counted as two."""
-    evaluations = 3 * config.steps * config.samples + config.selection * (MOST_CANDIDATES + config.refine)
-    if config.prior == "fisher":
+    evaluations = 3 * config.steps * config.samples + config.selection * (
+        MOST_CANDIDATES + config.refine_passes
+    )
+    if config.start == "fisher":
         evaluations += 3 * config.sensitivity
     return evaluations * config.batch_size * config.length
 
@@ -143,7 +147,8 @@ class PruneContest:
         cls = tables.load(tables.METHODS, entrant.method, "method")
         backend = self.planned.backend
         backend.scores.pop("fisher", None)  # another search's, with its own allowance
-        if not issubclass(cls, GumbelSearch) or (entrant.score or backend.prior_name) != "fisher":
+        usual = "none" if entrant.method == PLAIN else backend.prior_name
+        if not issubclass(cls, GumbelSearch) or (entrant.score or usual) != "fisher":
             return 0
         share = _SENSITIVITY_SHORT if allowance < _SHORT else _SENSITIVITY
         most = max(int(share * allowance / 3), 1) * self.config.batch_size
@@ -155,9 +160,9 @@ class PruneContest:
         self, backend: ExpertPruningBackend, entrant: Entrant, searcher: Any
     ) -> dict[str, Tensor | None]:
         if isinstance(searcher, GumbelSearch):
-            return (
-                backend.beliefs() if entrant.score is None else {"prior": backend.prior_from(entrant.score)}
-            )
+            if entrant.score is not None:
+                return {"prior": backend.prior_from(entrant.score)}
+            return {} if entrant.method == PLAIN else backend.beliefs()
         # Baselines take scores as they are; EvoESAP's order within a layer is REAP's, as published.
         return {"prior": score_table(backend.scores[entrant.score or "reap"])}
 
@@ -165,9 +170,11 @@ class PruneContest:
         """The searcher within the allowance; RCO and its kin with the settings of the configuration."""
         cls = tables.load(tables.METHODS, entrant.method, "method")
         known = {field.name for field in dataclasses.fields(cls)}
-        settings = search_settings(self.config) if issubclass(cls, GumbelSearch) else {}
-        settings |= {"steps": None, "generations": None, "seed": seed}
-        settings["refine"] = None if self.config.refine else 0
+        settings: dict[str, Any] = {"generations": self.config.generations}
+        if issubclass(cls, GumbelSearch):
+            settings |= search_settings(self.config, plain=entrant.method == PLAIN)
+            settings["refine"] = None if settings["refine"] else 0
+        settings |= {"steps": None, "seed": seed}
         if known & {"generations", "steps", "lazy"}:  # rules have nothing to limit
             settings["max_evaluations"] = allowance
         return make_searcher(entrant.method, {**settings, **entrant.settings})

@@ -23,6 +23,7 @@ from rco.backends.base import Budget
 from rco.backends.sensitivity import (
     fisher_differences,
     logits_from_losses,
+    logits_from_weights,
     predicted_losses,
     second_order,
 )
@@ -87,7 +88,7 @@ class SweepJob:
 def default_tokens(config: CompareQuantizeConfig) -> int:
     """What RCO forwards with the given settings, a backward counted as two."""
     gradients = config.sensitivity + config.steps * config.samples * config.batch_size
-    forwards = config.selection * (MOST_CANDIDATES + config.refine)
+    forwards = config.selection * (MOST_CANDIDATES + config.refine_passes)
     return (3 * gradients + forwards) * config.length
 
 
@@ -192,12 +193,7 @@ class QuantizeContest:
             left,
             None if seconds is None else max(job.share * seconds - prepared.seconds, 1e-9),
             job.seed,
-            {
-                "samples": config.samples,
-                "lr": config.lr,
-                "tau": tuple(config.tau),
-                "refine": None if config.refine else 0,
-            },
+            config,
             pair=impq_pair(self.backend.plan.widths, problem),
         )
         prior = proxy = None
@@ -205,10 +201,12 @@ class QuantizeContest:
         if entrant.prior:
             assert prepared.differences is not None
             found = second_order(self.backend, prepared.differences, prepared.layer_errors)
-            prior, proxy = logits_from_losses(found.losses, problem, config.prior_strength), found.losses
+            prior, proxy = logits_from_losses(found.losses, problem, config.strength), found.losses
             if before is not None:
-                prior[torch.arange(len(before)), torch.from_numpy(before)] += config.prior_strength
+                prior[torch.arange(len(before)), torch.from_numpy(before)] += config.strength
             self.backend.curvature = found.curvature
+        elif entrant.start == "weight-error":
+            prior = logits_from_weights(self.backend.weight_distances(), problem)
 
         def on_incumbent(record: StepRecord, incumbent: Callable[[], np.ndarray | None]) -> None:
             spent = record.forwards + 2 * record.backwards + prepared.evaluations

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from rco.settings import check_settings, device_setting, setting
 
 __all__ = [
+    "PLAIN",
+    "TAU",
     "AblationConfig",
     "ComparePruneConfig",
     "CompressConfig",
@@ -23,10 +25,16 @@ __all__ = [
     "SearchProcesses",
 ]
 
-Prior = Literal["fisher", "output-error", "uniform"]
+Prior = Literal["fisher", "output-error", "weight-error", "uniform"]
+ExpertPrior = Literal["fisher", "reap", "frequency", "mass", "none"]
 Compute = Literal["auto", "float32", "bfloat16"]
 _COMPUTE_HELP = "Type of the arithmetic; auto: float32 on a CPU, the checkpoint's elsewhere."
 _GROUP_SIZE = 64
+PLAIN = "rco-plain"  # Algorithm 1 as printed; what that means is said in rco.core.plain
+TAU = (1.0, 0.1)  # first and last temperature of every other gradient search
+_REFINE = 20
+_STRENGTH = 3.0
+_REFINE_HELP = "Most passes over the selection text for exchanges after the choice"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +58,21 @@ class CompressConfig:
     steps: int = setting(40, help="Optimizer steps.", panel="Search", least=0)
     samples: int = setting(4, help="Gumbel samples per step.", panel="Search", least=1)
     lr: float = setting(0.1, help="Learning rate.", panel="Search", positive=True)
-    tau: tuple[float, float] = setting(
-        (1.0, 0.1), help="First and last temperature.", panel="Search", positive=True
+    tau: tuple[float, float] | None = setting(
+        None,
+        help="First and last temperature; default 1.0 0.1, of rco-plain 1.0 0.01.",
+        panel="Search",
+        positive=True,
     )
-    refine: int = setting(20, help="Evaluations that exchange moves may spend.", panel="Search", least=0)
+    antithetic: bool = setting(
+        False, help="Draw samples in pairs of opposite noise; --samples must be even.", panel="Search"
+    )
+    refine: int | None = setting(
+        None, help=f"{_REFINE_HELP}; default {_REFINE}, of rco-plain none.", panel="Search", least=0
+    )
+    generations: int | None = setting(
+        None, help="Of evopress and evoesap; default 100 and 50.", panel="Search", least=0
+    )
     loss: Literal["kl", "cross-entropy"] = setting("kl", help="What is minimised.", panel="Search")
     top_k: int = setting(0, help="KL over the k likeliest tokens; 0: all.", panel="Search", least=0)
     seed: int = setting(0, help="Of data, noise and everything else.", panel="Search")
@@ -79,6 +98,18 @@ class CompressConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.searcher == PLAIN and self.refine:
+            raise ValueError(
+                f"--searcher {PLAIN} is Algorithm 1 as printed, which ends without exchanges: leave out --refine "
+                f"(got {self.refine}), or use --searcher rco."
+            )
+
+    @property
+    def refine_passes(self) -> int:
+        """The passes over the selection text in force."""
+        if self.searcher == PLAIN:
+            return 0
+        return _REFINE if self.refine is None else self.refine
 
     def budgets(self) -> dict[str, str | None]:
         """Every kind of budget that this compression takes, and what was typed for it."""
@@ -94,7 +125,7 @@ class CompressConfig:
         described = dataclasses.asdict(self)
         for name in ("out", "resume", "graphs", "device_map", "rank_timeout"):
             described.pop(name)
-        described["tau"] = list(self.tau)
+        described["tau"] = None if self.tau is None else list(self.tau)
         return described
 
 
@@ -193,14 +224,36 @@ class QuantizeConfig(CompressConfig):
         32, help="How many of --sequences the sensitivities use.", panel="Data", least=1
     )
 
-    prior: Prior = setting("fisher", help="Initial logits.", panel="Search")
-    prior_strength: float = setting(3.0, help="Scale of the initial logits.", panel="Search", least=0)
+    prior: Prior | None = setting(
+        None,
+        help="Initial logits: from sensitivities, errors of outputs, errors of weights as in the paper's own "
+        "code, or uniform: all zero. Default fisher, of rco-plain uniform.",
+        panel="Search",
+    )
+    prior_strength: float | None = setting(
+        None,
+        help=f"Scale of the initial logits; default {_STRENGTH:g}, of weight-error 1.",
+        panel="Search",
+        least=0,
+    )
 
     memory: Literal["auto", "resident", "offload"] = setting(
         "auto",
         help="Where a GPU's candidates are: resident on it, offload in host memory, auto by what is free.",
         panel="Machine",
     )
+
+    @property
+    def start(self) -> Prior:
+        """The initial logits in force."""
+        return self.prior or ("uniform" if self.searcher == PLAIN else "fisher")
+
+    @property
+    def strength(self) -> float:
+        """The scale of the initial logits in force."""
+        if self.prior_strength is not None:
+            return self.prior_strength
+        return 1.0 if self.prior == "weight-error" else _STRENGTH
 
     @property
     def columns_per_scale(self) -> int | None:
@@ -294,8 +347,8 @@ class PruneConfig(CompressConfig):
     )
 
     steps: int = setting(50, help="Optimizer steps.", panel="Search", least=0)
-    prior: Literal["fisher", "reap", "frequency", "mass", "none"] = setting(
-        "fisher", help="Score behind the initial logits.", panel="Search"
+    prior: ExpertPrior | None = setting(
+        None, help="Score behind the initial logits; default fisher, of rco-plain none.", panel="Search"
     )
     prior_scale: Literal["rank", "global"] = setting(
         "global", help="Initial logits by rank within a layer, or by value across layers.", panel="Search"
@@ -306,6 +359,11 @@ class PruneConfig(CompressConfig):
         help="What gradients see: experts leave the router, or are scaled to zero after it.",
         panel="Search",
     )
+
+    @property
+    def start(self) -> ExpertPrior:
+        """The score behind the initial logits in force."""
+        return self.prior or ("none" if self.searcher == PLAIN else "fisher")
 
     def budgets(self) -> dict[str, str | None]:
         """Experts to prune, parameters or bytes that stay."""
@@ -330,8 +388,9 @@ class ComparePruneConfig(SearchProcesses, PruneConfig):
     """Methods side by side on one pruning problem; the flags of ``rco compare prune``."""
 
     methods: str = setting(
-        "rco,evoesap,greedy,reap,reap-global,frequency,frequency-global,random-pick",
-        help="Comma-separated; see `rco ls methods`, and the scores reap, frequency, mass (with -global).",
+        "rco,rco-plain,evoesap,greedy,reap,reap-global,frequency,frequency-global,random-pick",
+        help="Comma-separated; see `rco ls methods`, and the scores reap, frequency, mass (with -global). "
+        "METHOD-SCORE starts from a score: rco-plain-reap; rco-plain alone starts from zero logits.",
         panel="Comparison",
     )
     seeds: int = setting(
@@ -378,14 +437,15 @@ class AblationConfig:
         QuantizeConfig.samples, help="Gumbel samples per step at the centre.", panel="Centre", least=1
     )
     lr: float = setting(QuantizeConfig.lr, help="Learning rate at the centre.", panel="Centre", positive=True)
-    tau: float = setting(
-        QuantizeConfig.tau[1], help="Last temperature at the centre.", panel="Centre", positive=True
-    )
-    refine: int = setting(
-        QuantizeConfig.refine, help="Evaluations that exchange moves may spend.", panel="Centre", least=0
-    )
+    tau: float = setting(TAU[1], help="Last temperature at the centre.", panel="Centre", positive=True)
+    refine: int = setting(_REFINE, help=f"{_REFINE_HELP}.", panel="Centre", least=0)
     prior_strength: float = setting(
-        QuantizeConfig.prior_strength, help="Scale of the initial logits.", panel="Centre", least=0
+        _STRENGTH, help="Scale of the search's initial logits.", panel="Centre", least=0
+    )
+    printed_prior: Literal["uniform", "weight-error"] = setting(
+        "uniform",
+        help="Initial logits of Algorithm 1 as printed: zero, or as the paper's own code.",
+        panel="Centre",
     )
 
     widths: str = setting("2,3,4,5,6,7,8", help="Bits on offer.", panel="Candidates")

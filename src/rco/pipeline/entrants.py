@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rco import tables
 from rco.baselines.evolution import Evolution
 from rco.baselines.sensitivity import Fisher
 from rco.core.search import GumbelSearch
+from rco.pipeline.configs import PLAIN, CompressConfig
+from rco.pipeline.searchers import make_searcher, search_settings
 
-__all__ = ["FIXED", "PLAIN", "POOLED", "Allowance", "Entrant"]
+__all__ = ["FIXED", "POOLED", "Allowance", "Entrant"]
 
-# Algorithm 1 as printed: no correction for curvature, no choice, no exchanges, and budget may stay unspent.
-_PRINTED = {"refine": 0, "curvature": False, "choose": False, "monotone": False, "tau": (1.0, 0.01)}
-PLAIN, POOLED = "rco-plain", "fisher-pooled"
+POOLED = "fisher-pooled"
 # Rules that no seed changes: they run once.
 FIXED = ("uniform", "uniform-fill", "output-error")
-_WITH_PRIOR = "+prior"
+Start = Literal["zeros", "weight-error", "prior"]
+_STARTS: dict[str, Start] = {"": "zeros", "weight-error": "weight-error", "prior": "prior"}
 
 
 @dataclass(frozen=True)
@@ -58,22 +57,32 @@ class Entrant:
 
     Attributes:
         method: Name in the table of methods.
-        prior: Starts from RCO's prior, knows its curvature, and ends with its choice and exchanges.
+        start: Initial logits: ``zeros``; ``weight-error``, those of the paper's own code; ``prior``, those of RCO,
+            and with them its curvature, its choice and its exchanges.
         pooled: Of the Fisher losses: pooled over options, as RCO's prior has them.
     """
 
     method: str
-    prior: bool
+    start: Start
     pooled: bool = False
 
     @classmethod
     def parse(cls, label: str) -> Entrant:
         """Read a label; an error for one that names no method."""
-        name = label.partition("@")[0]
-        method = {PLAIN: "rco", POOLED: "fisher"}.get(name, name.removesuffix(_WITH_PRIOR))
+        name, _, start = label.partition("@")[0].partition("+")
+        if start not in _STARTS:
+            raise ValueError(
+                f"{label!r}: after + comes where a method starts, weight-error or prior, got {start!r}."
+            )
+        method = "fisher" if name == POOLED else name
         if method not in tables.METHODS:
-            raise tables.unknown_name("method", method, [*tables.METHODS, PLAIN, POOLED])
-        return cls(method, name == "rco" or name.endswith(_WITH_PRIOR), name == POOLED)
+            raise tables.unknown_name("method", method, [*tables.METHODS, POOLED])
+        return cls(method, "prior" if name == "rco" and not start else _STARTS[start], name == POOLED)
+
+    @property
+    def prior(self) -> bool:
+        """Whether RCO's prior is measured for it."""
+        return self.start == "prior"
 
     @property
     def searcher(self) -> Any:
@@ -86,7 +95,7 @@ class Entrant:
         return not self.prior and issubclass(self.searcher, Fisher)
 
     def make(
-        self, evaluations: int | None, seconds: float | None, seed: int, rco: Mapping[str, Any], **own: Any
+        self, evaluations: int | None, seconds: float | None, seed: int, config: CompressConfig, **own: Any
     ) -> Any:
         """The searcher within an allowance.
 
@@ -94,17 +103,17 @@ class Entrant:
             evaluations: Batches it may forward, a backward counted as two more.
             seconds: Time it may take.
             seed: Of all that is drawn.
-            rco: Settings of RCO and its kin.
+            config: Has the settings of RCO and its kin.
             own: Settings for whichever method has them.
         """
         cls = self.searcher
-        given: dict[str, Any] = {"seed": seed, "steps": None, "generations": None, **own}
-        given |= {"max_evaluations": evaluations, "max_seconds": seconds}
+        given: dict[str, Any] = {"generations": config.generations, **own}
         if issubclass(cls, GumbelSearch):
-            given |= rco if self.prior else {**rco, **_PRINTED}
+            given |= search_settings(config, plain=not self.prior or self.method == PLAIN)
+            given["refine"] = None if given["refine"] else 0
         elif issubclass(cls, Evolution) and evaluations is not None:
             given |= cls.scaled_to(evaluations)
-        known = {field.name for field in dataclasses.fields(cls)}
+        given |= {"seed": seed, "steps": None, "max_evaluations": evaluations, "max_seconds": seconds}
         if evaluations is None and seconds is None:
             given = {name: value for name, value in given.items() if value is not None}
-        return cls(**{name: value for name, value in given.items() if name in known})
+        return make_searcher(self.method, given)

@@ -142,7 +142,7 @@ def estimate(
     sequences = config.sequences + config.selection
     passes = (
         3 * config.steps * config.samples * config.batch_size
-        + config.selection * (5 + config.refine)
+        + config.selection * (5 + config.refine_passes)
         + 3 * config.sensitivity
         + 2 * config.sequences
         + sequences

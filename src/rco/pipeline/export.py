@@ -62,7 +62,8 @@ def _settings(cls: type[ConfigT], run: RunDirectory, config: ExportConfig) -> Co
     """The run's own configuration, on the machine of today."""
     known = {field.name for field in dataclasses.fields(cls)}
     values = {name: value for name, value in run.config.items() if name in known}
-    values["tau"] = tuple(values["tau"])
+    if values["tau"] is not None:
+        values["tau"] = tuple(values["tau"])
     if values.get("store"):
         values["store"] = Path(values["store"])
     return cls(**{**values, "out": run.folder, "device": config.device})

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from rco import tables
 from rco.backends.base import Budget
 from rco.backends.expert_problem import ExpertBudgets
 from rco.backends.expert_pruning import ExpertPruningBackend
@@ -32,10 +31,8 @@ from rco.pipeline.common import (
     describe_model,
     judge_all,
     load_for,
-    make_searcher,
     open_run,
     run_folder,
-    search_settings,
     search_stage,
     shared_objective,
     timed,
@@ -45,6 +42,7 @@ from rco.pipeline.expert_choices import pick_at_random, pick_by_score
 from rco.pipeline.judge import Judge
 from rco.pipeline.progress import Progress, Silent
 from rco.pipeline.prune_estimate import estimate_pruning
+from rco.pipeline.searchers import configured_searcher
 from rco.report import build_report
 from rco.runs import RunDirectory
 
@@ -86,7 +84,7 @@ def plan_pruning(
 ) -> PlannedPruning:
     """Load the model, form the problem, and refuse what cannot work, before anything expensive."""
     budget = parse_budget(config)
-    tables.load(tables.METHODS, config.searcher, "method")
+    configured_searcher(config)
     check_sources(config)
     ranks = ranks or Ranks()
     loaded = load_for(config, ranks)
@@ -96,7 +94,7 @@ def plan_pruning(
         min_per_layer=config.min_per_layer,
         locks=config.lock,
         mode=config.gates,
-        prior=config.prior,
+        prior=config.start,
         prior_scale=config.prior_scale,
         prior_strength=config.prior_strength,
         sensitivity=config.sensitivity,
@@ -197,7 +195,7 @@ def _by_domain(
             if domain not in measured:
                 own = build_data(config, planned.loaded.tokenizer, spec=domain)
                 backend.score(own.search)
-                searcher = make_searcher(config.searcher, search_settings(config))
+                searcher = configured_searcher(config)
                 with shared_objective(planned, own, domain) as objective:
                     result = searcher.search(planned.problem, objective, **backend.beliefs())
                 measured[domain] = judge.row(domain, result.allocation, planned.problem)["by_domain"]

@@ -23,9 +23,9 @@ def estimate_pruning(backend: ExpertPruningBackend, config: PruneConfig) -> Esti
     sequences = config.sequences + config.selection
     passes = (
         3 * config.steps * config.samples * config.batch_size
-        + config.selection * (6 + config.refine)
+        + config.selection * (6 + config.refine_passes)
         + 3 * sequences
-        + 3 * config.sensitivity * (config.prior == "fisher")
+        + 3 * config.sensitivity * (config.start == "fisher")
         + 7 * config.evaluation
     )
     searches = 1 + 3 * config.by_domain

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from rco import tables
 from rco.backends.base import Budget
 from rco.backends.bit_costs import Visits, most_visited, routing_visits
 from rco.backends.candidates import CandidateSettings
@@ -22,7 +21,12 @@ from rco.backends.engines import find_engine
 from rco.backends.gguf_file import GGUFFile
 from rco.backends.plan import ExpertGroups, QuantizationPlan, make_plan
 from rco.backends.quantization import QuantizationBackend
-from rco.backends.sensitivity import fisher_differences, logits_from_losses, second_order
+from rco.backends.sensitivity import (
+    fisher_differences,
+    logits_from_losses,
+    logits_from_weights,
+    second_order,
+)
 from rco.core.knapsack import solve_mckp
 from rco.core.problem import Allocation, AllocationProblem
 from rco.core.refine import layer_order, spend, uniform_allocation
@@ -53,6 +57,7 @@ from rco.pipeline.configs import QuantizeConfig
 from rco.pipeline.estimate import choose_residency, estimate
 from rco.pipeline.expert_widths import describe_experts
 from rco.pipeline.progress import Progress, Silent
+from rco.pipeline.searchers import configured_searcher
 from rco.report import build_report
 from rco.runs import RunDirectory
 
@@ -68,6 +73,7 @@ def plan_quantization(
 ) -> PlannedQuantization:
     """Load the model, form groups and problem, and refuse what cannot work, before anything expensive."""
     budget = Budget.parse(**config.budgets())
+    configured_searcher(config)
     check_sources(config)
     ranks = ranks or Ranks()
     loaded = load_for(config, ranks)
@@ -111,7 +117,6 @@ def plan_quantization(
     if format == "compressed-tensors":
         schemes = {i.name: [plan.scheme(i, width) for width in plan.packed_widths] for i in plan.linears}
         check_exportable(plan.linears, schemes)
-    tables.load(tables.METHODS, config.searcher, "method")
     expected = estimate(loaded, plan, config, residency, memory)
     return Planned(loaded, backend, problem, budget, folder, expected, ranks=ranks)
 
@@ -261,13 +266,14 @@ def _layer_errors(
 def _beliefs(
     config: QuantizeConfig, planned: PlannedQuantization, sensitivities: np.ndarray
 ) -> dict[str, torch.Tensor]:
-    """Initial logits of the search, and the additive losses that they come from; none if they start uniform."""
-    if config.prior == "uniform":
+    """Initial logits of the search, and the additive losses that they come from, where they do."""
+    backend, problem = planned.backend, planned.problem
+    if config.start == "uniform":
         return {}
-    losses = (
-        torch.from_numpy(sensitivities) if config.prior == "fisher" else planned.backend.relative_errors()
-    )
-    return {"prior": logits_from_losses(losses, planned.problem, config.prior_strength), "proxy": losses}
+    if config.start == "weight-error":
+        return {"prior": logits_from_weights(backend.weight_distances(), problem, config.strength)}
+    losses = torch.from_numpy(sensitivities) if config.start == "fisher" else backend.relative_errors()
+    return {"prior": logits_from_losses(losses, problem, config.strength), "proxy": losses}
 
 
 def _expectation(planned: PlannedQuantization) -> str:

@@ -137,6 +137,9 @@ def ablation_markdown(record: Mapping[str, Any], figures: Sequence[Path] = ()) -
     settings, environment, centre = record["settings"], record["environment"], record["centre"]
     on_cpu = settings["device"] == "cpu" or not environment.get("gpu")
     machine = environment.get("cpu") if on_cpu else environment["gpu"][0]
+    # Records from before there was a choice have no entry.
+    weights = settings.get("printed_prior") == "weight-error"
+    start = "logits from the errors of weights" if weights else "zero logits"
     parts = [
         "# Ablations",
         f"{settings['model']} at {settings['bits']} bits, {record['linears']} linears, widths "
@@ -147,7 +150,7 @@ def ablation_markdown(record: Mapping[str, Any], figures: Sequence[Path] = ()) -
         f"summed over workers and threads, on {machine}, torch {environment.get('torch', '?')} "
         f"(`{record['command']}`).",
         "KL to the full model on evaluation text, mean ± standard deviation over seeds. *Algorithm 1 as "
-        "printed*: zero logits at the start, no curvature, the knapsack of the last logits. *And its rest "
+        f"printed*: {start} at the start, no curvature, the knapsack of the last logits. *And its rest "
         "spent*: left-over budget buys the upgrades those logits like best. *The whole search*: sensitivities "
         "as prior and curvature, the choice on held-back text, refinement. Tokens are forwarded ones, a "
         "backward pass counted as two; those of the whole search include the sensitivities.",
