@@ -195,7 +195,7 @@ class BudgetManifold:
             else slack_component.detach().double().reshape(-1)
         )
         if self._inequality and one_sided:
-            projected, moved = self._allowed_part(local, v), torch.zeros_like(along)
+            projected, moved = self._hold(local, v)[0], torch.zeros_like(along)
         elif self._inequality:
             # The augmented normal is (n, 2s).
             projected, moved = self._without_normals(
@@ -222,36 +222,41 @@ class BudgetManifold:
             along.numpy(),
             cost.order,
             cost.offsets,
-            False,
             projected.numpy(),
             moved.numpy(),
         )
         return projected, moved
 
-    def _allowed_part(self, local: LocalCost, v: Tensor) -> Tensor:
-        """``v`` with what must be added so that following ``-v`` raises no cost that is at its budget."""
+    def _hold(self, local: LocalCost, v: Tensor) -> tuple[Tensor, Tensor]:
+        """``v`` without what raises costs at their budget when ``-v`` is followed; and those budgets (J,)."""
         cost = self._cost
         binding = cost.room(local) == 0
+        held = torch.zeros_like(binding)
         if not bool(binding.any()):
-            return v.clone()
-        if not cost.separable:
-            return _onto_cone(_unit_rows(local.normal.flatten(1)[binding]), v)
-        projected, none = torch.empty_like(v), np.zeros(cost.num_budgets)
-        normal = local.normal[0]
-        if not bool(binding.all()):
-            normal = torch.where(binding[cost.blocks][:, None], normal, 0.0)  # a zero normal removes nothing
-        project_rows(
-            normal.contiguous().numpy(),
-            none,
-            v.numpy(),
-            none,
-            cost.order,
-            cost.offsets,
-            True,
-            projected.numpy(),
-            none.copy(),
-        )
-        return projected
+            return v.clone(), held
+        none = v.new_zeros(cost.num_budgets)
+        if cost.separable:
+            held = binding & (cost.total((local.normal * v).sum(dim=-1)) < 0)
+            per_group = held if cost.blocks is None else held[cost.blocks]
+            normal = torch.where(per_group[:, None], local.normal, 0.0)  # a zero normal removes nothing
+            return self._without_normals(normal, v, none, none)[0], held
+        projected, factors = _onto_cone(_unit_rows(local.normal.flatten(1)[binding]), v)
+        held[binding] = factors > 0
+        return projected, held
+
+    @torch.no_grad()
+    def hold(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The one-sided projection of :meth:`project` under ``"<="``, and the budgets (J,) that it held.
+
+        A held budget is at its limit and would be exceeded if ``-v`` were followed. Meeting it exactly in the
+        retraction after the step (``retract(x, held)``) keeps a walk along it from leaving and returning at every
+        other step.
+        """
+        local = self._cost.local(self._logits(x))
+        v = self._point(v.detach(), "v")
+        if self._cost.forbidden is not None:
+            v = v.masked_fill(self._cost.forbidden, 0.0)
+        return self._hold(local, v)
 
     @overload
     def transport(
@@ -278,33 +283,28 @@ class BudgetManifold:
 
         Adam divides each coordinate by its own size, which turns a tangent direction off the tangent plane; the
         retraction then makes up for it by shifting all logits, decided groups among them. Taking the normal out in
-        the metric that Adam itself uses leaves the retraction only the curvature to correct.
+        the metric that Adam itself uses leaves the retraction only the curvature to correct. Under ``"<="`` only
+        what would raise a cost that is at its budget is taken out.
 
         Args:
             x: Where the step starts, (N, K).
             step: The step, (N, K).
             scale: Positive, (N, K): what each coordinate of the gradient was multiplied by.
         """
-        normals = self.normal(x)
-        if self.problem.num_joint > 1:
-            weighted = normals * scale
-            gram = torch.einsum("aij,bij->ab", normals, weighted)
-            along = torch.einsum("aij,ij->a", normals, step)
-            factor = torch.linalg.lstsq(gram, along[:, None]).solution[:, 0]
-            return step - torch.einsum("a,aij->ij", factor, weighted)
-        index = torch.zeros(len(x), dtype=torch.int64)
-        if self.problem.block_index is not None:
-            index = torch.from_numpy(self.problem.block_index)
-        zero = torch.zeros(self.problem.num_budgets, dtype=x.dtype)
-        along = zero.index_add(0, index, (normals * step).sum(dim=1))
-        size = zero.index_add(0, index, (normals * scale * normals).sum(dim=1))
-        factor = torch.where(size > 0, along / size, 0.0)
-        return step - scale * normals * factor[index][:, None]
+        root = scale.sqrt()  # in coordinates divided by it the metric is the plain one
+        local = self._cost.local(self._logits(x))
+        stretched = LocalCost(local.normal * root, local.expected)
+        against = -self._point(step) / root
+        if self._inequality:
+            return -root * self._hold(stretched, against)[0]
+        none = against.new_zeros(self._cost.num_budgets)
+        return -root * self._without_normals(stretched.normal, against, none, none)[0]
 
-    def retract(self, x: Tensor) -> Tensor:
+    def retract(self, x: Tensor, held: Tensor | None = None) -> Tensor:
         """Shift ``x`` along the costs onto the manifold; a point already there comes back unchanged.
 
-        Under ``"<="`` only budgets that are exceeded shift anything.
+        Under ``"<="`` only budgets that are exceeded shift anything, and those that are ``held`` (J,), which are
+        met exactly; see :meth:`hold`.
 
         Raises:
             ValueError: ``x`` holds NaN or infinity at an allowed option. (Minus infinity, a probability of zero, is
@@ -314,11 +314,14 @@ class BudgetManifold:
         cost = self._cost
         given = self._point(x.detach())
         base = cost.masked(given)
+        below = np.full(cost.num_budgets, self._inequality)  # budgets that may be left unspent
+        if held is not None:
+            below &= ~held.numpy()
         solve: JointShift | SeparableShift
         if cost.separable:
-            solve = SeparableShift(cost, self._inequality, bisect=self.retraction == "bisection")
+            solve = SeparableShift(cost, below, bisect=self.retraction == "bisection")
         else:
-            solve = JointShift(cost, self._inequality)
+            solve = JointShift(cost, below)
         try:
             moved = self._descend(solve, base)
         finally:
@@ -370,16 +373,16 @@ def _unit_rows(rows: Tensor) -> Tensor:
     return rows / torch.where(norms > 0, norms, 1.0)
 
 
-def _onto_cone(rows: Tensor, v: Tensor) -> Tensor:
-    """The vector nearest to ``v`` whose inner product with no row is negative.
+def _onto_cone(rows: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The vector nearest to ``v`` whose inner product with no row is negative, and the rows' factors in it.
 
     By Moreau's decomposition it is ``v`` plus the non-negative combination of rows nearest to ``-v``.
     """
-    vector = v.flatten()
+    vector, total = v.flatten(), v.new_zeros(len(rows))
     for _ in range(2):  # the second pass removes what rounding left in the first
-        factors, _ = nnls(rows.T.numpy(), -vector.numpy())
-        vector = vector + torch.from_numpy(factors) @ rows
-    return vector.view_as(v)
+        factors = torch.from_numpy(nnls(rows.T.numpy(), -vector.numpy())[0])
+        vector, total = vector + factors @ rows, total + factors
+    return vector.view_as(v), total
 
 
 def _remove(rows: Tensor, vector: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def retract_rows(
     span: np.ndarray,
     tolerance: np.ndarray,
     half_width: np.ndarray,
-    inequality: bool,
+    below_target: np.ndarray,
     bisect: bool,
     moved: np.ndarray,
     shift: np.ndarray,
@@ -120,8 +120,8 @@ def retract_rows(
 
     Newton steps are taken inside a bracket only: far from the root the cost is a staircase with flat parts where
     the derivative underflows. With ``bisect`` the bracket ``-half_width .. half_width`` is halved as in the paper
-    (and widened should the root lie outside). With ``inequality`` a block already at or below its target stays,
-    and its target is lowered to what it costs, so that a further call lets it stay as well.
+    (and widened should the root lie outside). With ``below_target[j]`` a block at or below its target stays, and
+    its target is lowered to what it costs, so that a further call lets it stay as well.
 
     Adds each block's evaluations to ``used``. Where a bracket shrinks to neighbouring floats first, ``moved`` and
     ``shift`` hold the last attempt.
@@ -139,7 +139,7 @@ def retract_rows(
         while True:
             cost, slope = _evaluate(x, costs, directions, rows, t, moved)
             count += 1
-            if inequality and count == 1:
+            if below_target[j] and count == 1:
                 target[j] = min(target[j], cost)
             residual = cost - target[j]
             if abs(residual) <= tolerance[j]:
@@ -184,14 +184,10 @@ def project_rows(
     along: np.ndarray,
     order: np.ndarray,
     offsets: np.ndarray,
-    one_sided: bool,
     projected: np.ndarray,
     projected_along: np.ndarray,
 ) -> None:
-    """Remove each block's augmented normal ``(normal rows, last[j])`` from ``(v, along)``.
-
-    With ``one_sided``, only where the inner product is negative.
-    """
+    """Remove each block's augmented normal ``(normal rows, last[j])`` from ``(v, along)``."""
     for j in range(len(offsets) - 1):
         rows = order[offsets[j] : offsets[j + 1]]
         factor, inner, squared = 1.0, 0.0, 0.0
@@ -209,8 +205,7 @@ def project_rows(
                 for k in range(v.shape[1]):
                     largest = max(largest, abs(normal[i, k]))
             factor = 1.0 / largest if largest > 1e-300 else 0.0
-        keep = squared == 0.0 or (one_sided and inner >= 0.0)
-        coefficient = 0.0 if keep else factor * inner / squared
+        coefficient = 0.0 if squared == 0.0 else factor * inner / squared
         for i in rows:
             for k in range(v.shape[1]):
                 projected[i, k] = v[i, k] - coefficient * normal[i, k]

@@ -6,6 +6,7 @@ The three operations wrap around any torch optimizer (paper, section 2; Algorith
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rco.core.manifold import BudgetManifold
+from rco.core.problem import InfeasibleBudgetError
 
 __all__ = ["RiemannianAdam", "RiemannianOptimizer"]
 
@@ -38,8 +40,8 @@ class RiemannianOptimizer(torch.optim.Optimizer):
         one_sided: Under ``sense="<="``, whether a gradient or momentum that lowers a cost is left as it is. The
             printed algorithm (False) projects it as well and can stick to the budget; see
             :meth:`BudgetManifold.project`.
-        straighten: Under ``sense="=="`` and an optimizer of Adam's kind, make its step tangent in its own metric
-            before the retraction; see :meth:`BudgetManifold.straighten`. The printed algorithm does not (False).
+        straighten: With an optimizer of Adam's kind, make its step keep the budgets in its own metric before the
+            retraction; see :meth:`BudgetManifold.straighten`. The printed algorithm does not (False).
     """
 
     def __init__(
@@ -94,39 +96,46 @@ class RiemannianOptimizer(torch.optim.Optimizer):
             if parameter.grad is not None
         ]
         gradients = [parameter.grad for parameter, _ in constrained]
-        along = [self._project_gradient(parameter, group) for parameter, group in constrained]
+        projected = [self._project_gradient(parameter, group) for parameter, group in constrained]
         before = [parameter.clone() if self._straighten else None for parameter, _ in constrained]
         try:
             self._inner.step()
         finally:
             for (parameter, _), gradient in zip(constrained, gradients, strict=True):
                 parameter.grad = gradient  # the caller's gradient is not ours to change
-        for (parameter, group), component, start in zip(constrained, along, before, strict=True):
+        for (parameter, group), (along, held), start in zip(constrained, projected, before, strict=True):
             if start is not None:
                 self._straighten_step(parameter, group, start)
-            parameter.copy_(group["manifold"].retract(parameter))
-            self._transport_momentum(parameter, group, component)
+            parameter.copy_(_retracted(group["manifold"], parameter, held))
+            self._transport_momentum(parameter, group, along)
         return loss
 
-    def _project_gradient(self, parameter: Tensor, group: dict[str, Any]) -> Tensor | None:
-        """Replace the gradient by its tangent part; returns the part along the slack, if there is one."""
+    def _project_gradient(
+        self, parameter: Tensor, group: dict[str, Any]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Replace the gradient by its tangent part; returns its part along the slack and the budgets it held."""
         manifold: BudgetManifold = group["manifold"]
         assert parameter.grad is not None
         if manifold.problem.sense == "==":
             parameter.grad = manifold.project(parameter, parameter.grad)
-            return None
+            return None, None
         sign = -1.0 if group.get("maximize") else 1.0  # momenta always point against the descent
-        none = parameter.new_zeros(manifold.problem.num_budgets)
         descent = sign * parameter.grad
-        projected, along = manifold.project(parameter, descent, none, self._one_sided)
+        none = parameter.new_zeros(manifold.problem.num_budgets)
+        held = None
+        if self._one_sided:
+            projected, held = manifold.hold(parameter, descent)
+            along = none
+        else:
+            projected, along = manifold.project(parameter, descent, none)
         parameter.grad = sign * projected
-        return along
+        return along, held
 
     def _straighten_step(self, parameter: Tensor, group: dict[str, Any], start: Tensor) -> None:
         """Take the normal out of the step just made, in the metric of Adam's second moment."""
         manifold: BudgetManifold = group["manifold"]
         second = self.state[parameter].get("exp_avg_sq")
-        if second is None or manifold.problem.sense != "==":
+        if second is None:
             return
         count = float(self.state[parameter]["step"])
         correction = 1.0 - float(group["betas"][1]) ** count
@@ -204,6 +213,14 @@ class RiemannianAdam(RiemannianOptimizer):
     ) -> None:
         adam = torch.optim.Adam(params, lr=lr, betas=betas, eps=eps)
         super().__init__(adam, manifold, one_sided, straighten)
+
+
+def _retracted(manifold: BudgetManifold, x: Tensor, held: Tensor | None) -> Tensor:
+    """``x`` on the manifold, with held budgets met exactly where that is possible at all."""
+    if held is not None and bool(held.any()):
+        with contextlib.suppress(InfeasibleBudgetError):
+            return manifold.retract(x, held)
+    return manifold.retract(x)
 
 
 def _slack_momentum(previous: Tensor | None, along: Tensor, group: dict[str, Any]) -> Tensor:

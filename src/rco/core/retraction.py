@@ -158,7 +158,7 @@ class SeparableShift:
 
     Args:
         cost: The expected cost.
-        inequality: Whether budgets may be left unspent.
+        below: (J,) booleans, whether a budget may be left unspent.
         bisect: Whether to bisect as the paper does; what that leaves unsolved, Newton finishes.
 
     Attributes:
@@ -167,9 +167,9 @@ class SeparableShift:
 
     attempts = 32  # each resolves another sixteen decades of the logits
 
-    def __init__(self, cost: ExpectedCost, inequality: bool, bisect: bool = False) -> None:
+    def __init__(self, cost: ExpectedCost, below: np.ndarray, bisect: bool = False) -> None:
         self.cost = cost
-        self.inequality = inequality
+        self.below = below
         self.bisect = bisect
         self.target = cost.target.copy()
         self.used = np.zeros(cost.num_budgets, dtype=np.int64)
@@ -188,13 +188,14 @@ class SeparableShift:
             cost.span,
             0.5 * cost.tolerance,
             _PAPER_HALF_WIDTH * cost.scale,
-            self.inequality,
+            self.below,
             self.bisect,
             moved.numpy(),
             shift,
             self.used,
         )
-        self.bisect = self.inequality = False  # a further call knows which budgets bind, and goes by Newton
+        # A further call knows which budgets bind, and goes by Newton.
+        self.bisect, self.below = False, np.zeros_like(self.below)
         if not converged:
             raise NoConvergenceError(shift)
         return moved if shift.any() else base
@@ -205,9 +206,9 @@ class JointShift:
 
     attempts = 6
 
-    def __init__(self, cost: ExpectedCost, inequality: bool) -> None:
+    def __init__(self, cost: ExpectedCost, below: np.ndarray) -> None:
         self.cost = cost
-        self.upper = np.full(cost.num_budgets, 0.0 if inequality else np.inf)
+        self.upper = np.where(below, 0.0, np.inf)
         self.used = np.zeros(cost.num_budgets, dtype=np.int64)
 
     def __call__(self, base: Tensor) -> Tensor:

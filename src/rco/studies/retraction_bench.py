@@ -35,17 +35,17 @@ class _Recorder(BudgetManifold):
 
     def __init__(self, problem: AllocationProblem) -> None:
         super().__init__(problem)
-        budget = abs(float(problem.budgets[0]))
-        # Bisection stops at half its tolerance, as Newton does.
+        budget = float(problem.budgets[0] - problem.feasible_range[0])
+        # Bisection stops at half its tolerance, as Newton does; tolerances are relative to what can be spent.
         self.other = BudgetManifold(problem, retraction="bisection", tol=2 * _PAPER_TOLERANCE / budget)
         self.newton: list[tuple[int, float]] = []
         self.bisection: list[tuple[int, float]] = []
 
-    def retract(self, x: Tensor) -> Tensor:
+    def retract(self, x: Tensor, held: Tensor | None = None) -> Tensor:
         began = time.perf_counter()
         self.other.retract(x)
         between = time.perf_counter()
-        moved = super().retract(x)
+        moved = super().retract(x, held)
         ended = time.perf_counter()
         self.bisection.append((self.other.last_iterations, between - began))
         self.newton.append((self.last_iterations, ended - between))
