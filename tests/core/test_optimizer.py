@@ -226,7 +226,7 @@ def test_one_sided_steps_keep_what_lowers_the_cost_and_no_more(kind: str) -> Non
         binding = (manifold.slack(x.detach()) == 0).reshape(-1)
         met += int(binding.sum())
         lowest = min(lowest, float(torch.where(binding, cosines, 0.0).min()))
-    assert met > 250  # the gradient pushes against the budget
+    assert met > 100  # the gradient pushes against the budget
     assert lowest > -1e-12  # following the negative momentum raises no cost that is at its budget
     inward = manifold.normal(x).reshape(-1, N, K).sum(dim=0)
     assert torch.equal(manifold.project(x, inward, one_sided=True), inward)
