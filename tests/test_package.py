@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,24 @@ def test_unknown_attributes_say_what_there_is():
         _ = rco.Adam
 
 
-def test_readme_example_runs(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {})
+QUICK = {
+    "sequences": 2, "sensitivity": 2, "selection": 1, "evaluation": 1, "length": 32, "steps": 1, "samples": 1,
+    "refine": 0, "widths": "2,3", "method": "rtn", "progress": False,
+}  # fmt: skip
+
+
+def test_readme_examples_run(capsys, monkeypatch, tmp_path):
+    """As they are written, but for the amount of work that a model takes."""
+    api, own = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    exec(compile(own, "README.md", "exec"), {})
     assert "of 140" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rco, "quantize", partial(rco.quantize, **QUICK), raising=False)
+    exec(compile(api, "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert "* RCO" in out
+    assert re.search(r"^q_proj +[23]{8}  ", out, re.MULTILINE)
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny-llama-2.5-bits", "report.html"}
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)

@@ -21,10 +21,10 @@ def _evaluate(config: EvaluateConfig, switches: Switches) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from rco.cli.progress import make_progress
     from rco.data.sources import resolve_source
     from rco.pipeline.evaluate import evaluate as run_job
     from rco.pipeline.evaluate import headline
+    from rco.pipeline.progress import make_progress
 
     if switches.dry_run:
         resolve_source(config.data)  # an unknown name is an error now

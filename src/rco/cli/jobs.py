@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from rco.cli.flags import as_flags
 from rco.cli.options import Switches
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ def run_job(
         summarize: The outcome's own part of the JSON.
         show: Prints the outcome for people.
     """
-    from rco.cli.progress import make_progress
     from rco.distributed import is_first_rank
+    from rco.pipeline.progress import make_progress
 
     if switches.dry_run:
         if not is_first_rank():
@@ -73,7 +74,7 @@ def interruptible() -> Iterator[None]:
             sys.stderr.write(f"\nStopped. {_way_on()}")
         raise typer.Exit(130) from None
     except RankLostError as error:
-        sys.stderr.write(f"Error on rank {os.environ.get('RANK', '0')}: {error} {_way_on()}")
+        sys.stderr.write(f"Error on rank {os.environ.get('RANK', '0')}: {as_flags(str(error))} {_way_on()}")
         raise typer.Exit(1) from None
 
 

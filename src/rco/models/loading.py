@@ -27,6 +27,7 @@ __all__ = [
     "load_model",
     "locate_model",
     "pick_device",
+    "refuse_quantized",
     "without_progress_bars",
     "wrap_model",
 ]
@@ -262,6 +263,26 @@ def check_config(config: dict[str, Any], label: str, trust_remote_code: bool = F
             f"{shown} needs the Python code it ships; pass trust_remote_code=True if you trust it."
         )
     layout_for(str(config["model_type"]))
+
+
+def refuse_quantized(config: Any, label: str) -> None:
+    """Refuse a model whose weights are packed; one that was read from a GGUF file has been decoded.
+
+    Args:
+        config: A model's config, as an object or as ``config.json`` has it.
+        label: What the user called the model.
+
+    Raises:
+        ModelError: The config describes quantized weights.
+    """
+    name = "quantization_config"
+    found = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+    if not found:
+        return
+    found = found if isinstance(found, dict) else found.to_dict()
+    method = str(found.get("quant_method") or "quantized")
+    if method.lower().rpartition(".")[2] != "gguf":
+        raise ModelError(f"{label} is quantized already ({method}): pass the full-precision model.")
 
 
 def check_packing(config: dict[str, Any], label: str) -> None:

@@ -41,7 +41,7 @@ class Spread:
         if not self.gpus or max(self.gpus) >= there:
             raise ModelError(
                 f"A device map divides a model among GPUs: this machine has {there}, and {list(self.gpus)} were "
-                "asked for. Leave --device-map away."
+                "asked for. Leave out `device_map`."
             )
         if importlib.util.find_spec("accelerate") is None:
             raise ModelError("A device map needs accelerate: run pip install accelerate.")
