@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import random
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -495,3 +496,132 @@ def test_evaluate_takes_one_model_or_several(llama, folders):
 def test_budgets_mean_what_is_written(value, text):
     assert api._amount("bits", value) == text
     assert api._amount("size", 3.1e9) == "3100000000"
+
+
+# ---------------------------------------------------------------------- the result
+
+
+@pytest.fixture(scope="module")
+def quantized(folders):
+    """A result to look at; by name, so that nothing but the result holds the model."""
+    return rco.quantize(folders["llama"], bits=3, **QUICK)
+
+
+@pytest.fixture(scope="module")
+def pruned(folders):
+    """The same of pruning; an odd number, so that layers keep different ones."""
+    return rco.prune(folders["moe"], experts=3, **SMALL)
+
+
+def test_an_allocation_prints_as_a_heat_map(quantized, pruned):
+    """Every cell is the width of its linear, every mark says whether an expert stays; HTML has the same cells."""
+    lines = str(quantized.allocation).splitlines()
+    assert lines[0].split() == ["block", "01"]
+    shown = {line.split()[0]: line.split()[1] for line in lines[1:]}
+    for name, width in quantized.allocation.items():
+        block, kind = int(name.split(".")[2]), name.rpartition(".")[2]
+        assert shown[kind][block] == str(width)
+    marks = [line.split()[1] for line in str(pruned.allocation).splitlines()[1:]]
+    assert "".join("■" if stays else "·" for stays in pruned.allocation.values()) == "".join(marks)
+    html = quantized.allocation._repr_html_()
+    assert html.count("<td") == len(quantized.allocation)
+    assert pruned.allocation._repr_html_().count("<td") == len(pruned.allocation)
+    assert "\x1b" not in str(quantized.allocation)
+
+
+def test_a_heat_map_has_colours_on_a_terminal(quantized, monkeypatch):
+    monkeypatch.setattr("rco.compressed.coloured", lambda: True)
+    painted = str(quantized.allocation)
+    assert "\x1b[48;2;" in painted
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", painted)
+    monkeypatch.setattr("rco.compressed.coloured", lambda: False)
+    assert plain == str(quantized.allocation)
+
+
+def test_heat_maps_of_large_and_odd_models():
+    """More than ten blocks, linears outside the blocks, experts of several widths, pruned ones, 16 bits."""
+    from rco.report.data import GroupWidth
+    from rco.report.heatmap import widths_html, widths_text
+
+    def group(name, block, width):
+        return GroupWidth(name, (name,), name.rpartition(".")[2], block, 10, width, {}, {})
+
+    groups = [group(f"model.layers.{b}.self_attn.q_proj", b, 2 + b % 3) for b in range(12)]
+    groups += [group(f"model.layers.3.mlp.experts.{e}.up_proj", 3, 2 * e) for e in range(2)]
+    groups += [group("model.layers.4.mlp.experts.0.up_proj", 4, 0), group("lm_head", None, 16)]
+    lines = widths_text(groups).splitlines()
+    assert lines[0].split() == ["1"]
+    assert lines[1].split() == ["block", "012345678901"]
+    assert lines[2].split()[:2] == ["q_proj", "234" * 4]
+    assert lines[3].split()[:2] == ["experts.up_proj", "1-"]  # the mean of 0 and 2 bits, and a pruned expert
+    assert lines[4].split() == ["lm_head", "+"]
+    assert "lm_head" in widths_html(groups)
+    assert widths_text([group("lm_head", None, 8)]).split() == ["lm_head", "8"]
+
+
+def test_a_result_says_what_it_is(quantized, pruned):
+    text = repr(quantized)
+    assert text.startswith("random-llama at 3 bits: ")
+    assert text.count("* RCO") == 1
+    assert "13 experts" in repr(pruned)
+
+
+def test_a_report_is_written_from_memory(quantized, pruned, tmp_path):
+    for name, result in (("quantized", quantized), ("pruned", pruned)):
+        page = result.report(tmp_path / f"{name}.html")
+        text = page.read_text()
+        assert text.startswith("<!DOCTYPE html>")
+        assert "from_pretrained" not in text  # nothing is saved yet, so that there is nothing to load
+        result.save(tmp_path / name)
+        assert str(tmp_path / name) in result.report(page).read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "quantized", "pruned", "quantized.html", "pruned.html",
+    }  # fmt: skip
+
+
+def test_padded_experts_can_be_saved_where_routers_allow_it(tmp_path, pruned):
+    """Routers with a bias take slots that never win; others are refused in words, and nothing is written."""
+    with pytest.raises(ValueError, match="no bias"):
+        pruned.save(tmp_path / "padded", format="pruned-padded")
+    assert not (tmp_path / "padded").exists()
+    folder = save_tiny("glm4_moe", tmp_path / "glm", dtype=torch.float32)
+    result = rco.prune(folder, experts=1, **SMALL)
+    saved = rco.load(result.save(tmp_path / "padded", format="pruned-padded"))
+    torch.testing.assert_close(logits(saved.model), logits(result.model), rtol=1e-5, atol=1e-5)
+
+
+def test_push_to_hub_uploads_the_checkpoint(quantized, monkeypatch):
+    """The same calls of huggingface_hub, in the same order, as those of transformers, with a whole checkpoint."""
+    import huggingface_hub
+
+    calls = []
+
+    class Hub:
+        def __init__(self, token=None):
+            calls.append(("token", token))
+
+        def create_repo(self, repo_id, private, exist_ok):
+            calls.append(("create_repo", repo_id, private, exist_ok))
+            return type("Repository", (), {"repo_id": f"me/{repo_id}"})
+
+        def create_branch(self, repo_id, branch, exist_ok):
+            calls.append(("create_branch", repo_id, branch, exist_ok))
+
+        def upload_folder(self, repo_id, folder_path, commit_message, revision, create_pr):
+            names = {path.name for path in folder_path.iterdir()}
+            assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+            calls.append(("upload_folder", repo_id, commit_message, revision, create_pr, folder_path))
+            return "the commit"
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    commit = quantized.push_to_hub(
+        "small", private=True, token="secret", revision="v1", commit_message="Smaller"
+    )
+    assert commit == "the commit"
+    assert calls[:3] == [
+        ("token", "secret"),
+        ("create_repo", "small", True, True),
+        ("create_branch", "me/small", "v1", True),
+    ]
+    assert calls[3][:5] == ("upload_folder", "me/small", "Smaller", "v1", False)
+    assert not calls[3][5].exists()  # nothing of it stays on this machine

@@ -242,7 +242,9 @@ class CompressedModel:
 
     def __repr__(self) -> str:
         budget = self.metrics["budget"]
-        lines = [f"{self._config.model} at {budget['requested']} {budget['kind']}: {budget['used']} used"]
+        lines = [
+            f"{Path(self._config.model).name} at {budget['requested']} {budget['kind']}: {budget['used']} used"
+        ]
         for row in self.metrics["evaluation"]:
             amount = f"{row['bits']:.3g} bits" if "bits" in row else f"{row['experts']} experts"
             mark = "*" if row["chosen"] else " "
