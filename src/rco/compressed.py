@@ -14,7 +14,6 @@ from torch import nn
 
 from rco.backends.deployment import decode_into
 from rco.backends.engines import find_engine
-from rco.backends.expert_pruning import ExpertPruningBackend
 from rco.backends.quantization import QuantizationBackend
 from rco.compressors.packing import PackedWeight
 from rco.core.problem import Allocation
@@ -86,6 +85,7 @@ class CompressedModel:
             ``certificate``.
         search: The search's own result: loss, cost, candidates.
         folder: The run's folder; None if nothing was to be written.
+        checkpoint: The checkpoint in the run's folder, if one was to be written.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class CompressedModel:
         names = () if isinstance(backend, QuantizationBackend) else backend.names
         self.allocation = ModelAllocation(outcome.result.allocation, names, self.metrics)
         self.folder: Path | None = config.out
+        self.checkpoint: Path | None = outcome.checkpoint
         self._config = config
         self._planned: Planned[Any] = outcome.planned
         self._documents = {
@@ -111,10 +112,10 @@ class CompressedModel:
         }
         self.tokenizer: Any = outcome.planned.loaded.tokenizer
         self._weights: dict[str, PackedWeight] = {}
-        self._source: LoadedModel | None = None  # of a pruned model, made when it is first asked for
+        self._source: LoadedModel | None = None  # made when it is first asked for
         self._decoded = False
-        if isinstance(backend, QuantizationBackend):
-            self._source, self._weights = _packed(backend, outcome.result.allocation)
+        if config.out is None:  # the candidates are about to go
+            self._pruned()
         if owner is not None:
             source = self._pruned()
             if not inplace:  # the model that was passed in stays as it is, whatever happens to this one
@@ -132,7 +133,7 @@ class CompressedModel:
 
     def _deployed(self) -> LoadedModel:
         """The compressed model: without pruned experts, with decoded weights."""
-        source = self._source = self._pruned()
+        source = self._pruned()
         if not self._decoded:
             decode_into(source, self._weights)
             self._decoded = True
@@ -140,11 +141,16 @@ class CompressedModel:
 
     def _pruned(self) -> LoadedModel:
         """The model without its pruned experts, whether or not its weights are decoded yet."""
-        if self._source is not None:
-            return self._source
-        backend: ExpertPruningBackend = self._planned.backend
-        keep = backend.keep_of(self.search.allocation)
-        return dataclasses.replace(backend.loaded, model=prune_experts(backend.loaded.model, keep))
+        if self._source is None:
+            backend, allocation = self._planned.backend, self.search.allocation
+            if isinstance(backend, QuantizationBackend):
+                self._source, weights = backend.deployed(allocation)
+                self._weights = {name: packed.clone() for name, packed in weights.items()}
+                backend.forget_candidates()
+            else:
+                pruned = prune_experts(backend.loaded.model, backend.keep_of(allocation))
+                self._source = dataclasses.replace(backend.loaded, model=pruned)
+        return self._source
 
     def save(self, path: str | Path, format: str | None = None, *, overwrite: bool = False) -> Path:
         """Write a checkpoint that engines load, with the tokenizer; its size is counted again from its files.
@@ -163,7 +169,8 @@ class CompressedModel:
         out, form = Path(path).expanduser(), format or self._default_format()
         allocation = self.search.allocation
         if self._planned.backend.name == QuantizationBackend.name:
-            deployed = (self._pruned(), self._weights)
+            source = self._pruned()
+            deployed = (source, self._weights)
             written = export_quantized(
                 self._planned, allocation, form, out, overwrite=overwrite, deployed=deployed
             )
@@ -252,16 +259,6 @@ class CompressedModel:
                 f"{mark} {row['name']:<24} {amount:>12}  KL {row['kl']:.4f}  perplexity {row['perplexity']:.2f}"
             )
         return "\n".join(lines)
-
-
-def _packed(
-    backend: QuantizationBackend, allocation: Allocation
-) -> tuple[LoadedModel, dict[str, PackedWeight]]:
-    """The model to decode into, and copies of its packed weights: the run's candidates may be gone tomorrow."""
-    source, weights = backend.deployed(allocation)
-    own = {name: packed.clone() for name, packed in weights.items()}
-    backend.forget_candidates()
-    return source, own
 
 
 def _become(model: nn.Module, other: nn.Module) -> None:

@@ -94,8 +94,9 @@ class timed:
         self._run.update_metrics({"timings": timings})
 
 
-def run_folder(config: CompressConfig, budget: Budget, prefix: str = "", suffix: str = "") -> Path:
+def run_folder(config: CompressConfig, budget: Budget, prefix: str = "") -> Path:
     """Where a run goes: what the user said, or a name made of model and budget."""
+    suffix = "-uniform" if getattr(config, "uniform", False) else ""
     name = f"{prefix}{Path(config.model).name}-{budget.kind}-{config.requested}{suffix}"
     return config.out or Path("runs") / slug(name)
 

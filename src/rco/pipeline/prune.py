@@ -118,7 +118,7 @@ def plan_pruning(
         obstacle = keep_plan(loaded.model, torch.ones(len(backend.names))).pad_obstacle
         if obstacle is not None:
             raise ValueError(f"`padded` is not possible here: {obstacle}.")
-    folder = run_folder(config, budget, suffix="-uniform" if config.uniform else "")
+    folder = run_folder(config, budget)
     return PlannedPruning(
         loaded, backend, problem, budget, folder, estimate_pruning(backend, config), ranks=ranks
     )
