@@ -22,6 +22,7 @@ from rco.data.documents import (
     read_text,
     take_part,
 )
+from rco.requirements import require
 
 __all__ = ["DEFAULT_SOURCE", "Mixture", "Source", "describe_sources", "resolve_source"]
 
@@ -210,12 +211,8 @@ def _joined(lines: Iterator[Document], title: re.Pattern[str]) -> Iterator[Docum
 
 
 def _open_hub(name: str, row: _HubDataset, split: str) -> Iterator[Any]:
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError:
-        raise DataError(
-            f"The data {name!r} is on the Hub and needs datasets: pip install 'rco[data]'."
-        ) from None
+    require("datasets", f"The data {name!r} is on the Hub and")
+    datasets = importlib.import_module("datasets")
     try:
         _reach(row.repository)
         stream = datasets.load_dataset(row.repository, row.config, split=split, streaming=True)
