@@ -62,18 +62,25 @@ def _documented(config: type) -> Callable[[F], F]:
 
     def add(function: F) -> F:
         fields = {field.name: field for field in dataclasses.fields(config)}
-        lines = ["", "", "Args:"]
+        lines = ["Args:"]
         for name in function.__annotations__:
             if name == "return":
                 continue
             text = fields[name].metadata["help"] if name in fields else _EXTRA.get(name)
             if text is None:
                 continue
+            if name == "model":
+                text += " Or a loaded transformers model."
             wrapped = textwrap.wrap(
-                f"{name}: {text}", 100, initial_indent="    ", subsequent_indent="        "
+                f"{name}: {text}",
+                width=100,
+                initial_indent="    ",
+                subsequent_indent="        ",
+                break_on_hyphens=False,
             )
             lines += wrapped
-        function.__doc__ = textwrap.dedent(f"    {function.__doc__ or ''}").rstrip() + "\n".join(lines) + "\n"
+        before, title, after = textwrap.dedent(f"    {function.__doc__ or ''}").partition("Returns:\n")
+        function.__doc__ = before + "\n".join(lines) + "\n\n" + title + after
         return function
 
     return add
@@ -349,7 +356,7 @@ def _compress(
             stack.enter_context(_frozen(model))
             given = _wrapped(model, tokenizer, settings)
             refuse_quantized(given.model.config, given.name)
-            name = given.name
+            name, settings["device"] = given.name, str(given.device)
         elif isinstance(model, str | Path):
             if tokenizer is not None:
                 raise TypeError("`tokenizer` goes with a loaded model; a model that is named brings its own.")

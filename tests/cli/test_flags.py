@@ -31,7 +31,7 @@ def test_errors_and_help_name_flags(run, random_llama, tmp_path):
     assert "--bits must lie between 2 and 8" in err
     code, _, err = run("quantize", random_llama, "--bits", "3", "--steps", "-1", "--out", tmp_path / "run")
     assert code == 1
-    assert err == "Error: --steps must be at least 0, got -1.\n"
+    assert err.endswith("Error: --steps must be at least 0, got -1.\n")
     code, out, _ = run("quantize", "--help")
     assert code == 0
     assert "`data`" not in out

@@ -47,7 +47,8 @@ def _arguments() -> dict[str, str]:
     from rco.pipeline.compare_configs import CompareQuantizeConfig
 
     found: dict[str, str] = {}
-    for config in (*(getattr(configs, name) for name in configs.__all__), CompareQuantizeConfig):
+    public = [getattr(configs, name) for name in configs.__all__]
+    for config in (*filter(dataclasses.is_dataclass, public), CompareQuantizeConfig):
         for field in dataclasses.fields(config):
             missing = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             found[field.name] = "positional" if missing else "flag"
