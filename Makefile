@@ -36,7 +36,7 @@ dist: setup
 
 # The example notebook, with its outputs.
 notebook: setup
-	$(BIN)/python -m pip install --quiet nbclient ipykernel
+	$(BIN)/python -m pip install --quiet nbclient ipykernel ipywidgets
 	$(BIN)/jupyter execute --inplace --timeout=3600 examples/quantize_a_model.ipynb
 
 clean:
