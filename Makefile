@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: setup demo test test-slow lint clean
+.PHONY: setup demo test test-slow lint dist notebook clean
 
 setup: $(VENV)/.ready
 
@@ -28,6 +28,16 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The source archive, and the wheel that is built from it, as they would be published.
+dist: setup
+	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build
+
+# The example notebook, with its outputs.
+notebook: setup
+	$(BIN)/python -m pip install --quiet nbclient ipykernel ipywidgets
+	$(BIN)/jupyter execute --inplace --timeout=3600 examples/quantize_a_model.ipynb
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,8 +1,11 @@
 """What the package promises as a whole: quick import, whole public API, README code that runs."""
 
+import json
 import re
+import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,17 +36,93 @@ def test_unknown_attributes_say_what_there_is():
         _ = rco.Adam
 
 
-def test_readme_example_runs(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {})
+QUICK = {
+    "sequences": 2, "sensitivity": 2, "selection": 1, "evaluation": 1, "length": 32, "steps": 1, "samples": 1,
+    "refine": 0, "widths": "2,3,4", "method": "rtn", "progress": False,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch's, of bfloat16 on a CPU that has none
+def test_readme_examples_run(capsys, monkeypatch, tmp_path):
+    """As they are written, but for the amount of work that a model takes."""
+    api, own = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    exec(compile(own, "README.md", "exec"), {})
     assert "of 140" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    quick(monkeypatch)
+    exec(compile(api, "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert "* RCO" in out
+    assert re.search(r"^q_proj +[2-4]{8}  ", out, re.MULTILINE)
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny-llama-2.5-bits", "report.html"}
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
-def test_examples_run(script):
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+def quick(monkeypatch):
+    """Models are compressed with so little text and so few steps that it takes seconds, whatever a script asks."""
+    compressed = []
+
+    def compress(job, settings, *arguments, **asked):
+        compressed.append(job(*arguments, **{**asked, **settings}))
+        return compressed[-1]
+
+    pruning = {name: value for name, value in QUICK.items() if name not in ("widths", "method")}
+    monkeypatch.setattr(rco, "quantize", partial(compress, rco.quantize, QUICK), raising=False)
+    monkeypatch.setattr(rco, "prune", partial(compress, rco.prune, pruning), raising=False)
+    return compressed
+
+
+def test_the_problems_of_the_examples_are_solved():
+    for script in ("own_loss", "solve_knapsack"):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "examples" / f"{script}.py")], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("script", ["quantize_a_model", "prune_experts"])
+def test_the_models_of_the_examples_are_compressed(script, monkeypatch, capsys):
+    compressed = quick(monkeypatch)
+    runpy.run_path(str(ROOT / "examples" / f"{script}.py"))
+    (result,) = compressed
+    assert str(result.allocation) in capsys.readouterr().out
+
+
+def test_every_example_is_tested():
+    known = {
+        "own_loss.py",
+        "solve_knapsack.py",
+        "quantize_a_model.py",
+        "prune_experts.py",
+        "quantize_a_model.ipynb",
+    }
+    assert {path.name for path in (ROOT / "examples").iterdir() if path.is_file()} == known
+
+
+def test_the_notebook_runs_and_has_its_outputs(monkeypatch, capsys, tmp_path):
+    """Its cells as they are, but for the amount of work; the outputs in the file are those of a whole run."""
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    notebook = json.loads((ROOT / "examples" / "quantize_a_model.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    compressed = quick(monkeypatch)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names: dict[str, object] = {}
+    for number, cell in enumerate(cells):
+        exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
+    assert len(compressed) == 4
+    assert "full model:" in capsys.readouterr().out
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    kinds = {kind for output in outputs for kind in output.get("data", {})}
+    assert {"image/png", "text/html"} <= kinds
+    assert not [
+        output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"
+    ]
+    shown = json.dumps([output for output in outputs if "image/png" not in output.get("data", {})])
+    assert "4 bits: " in shown
+    assert "/home" not in shown
+    assert "/tmp" not in shown
 
 
 def test_version_and_listings(capsys):

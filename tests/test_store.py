@@ -180,7 +180,7 @@ def test_another_identity_is_never_mixed_in(tmp_path, change, message):
         with pytest.raises(StoreMismatchError) as caught:
             attempt()
         assert message in str(caught.value)
-        assert "--overwrite" in str(caught.value)
+        assert "`overwrite_store=True`" in str(caught.value)
     assert {name: (tmp_path / name).read_bytes() for name in files(tmp_path)} == before
 
     replaced = CandidateStore.create_or_resume(tmp_path, other, 3, overwrite=True)
@@ -203,7 +203,7 @@ def test_damage_is_noticed_and_named(tmp_path):
 
     path.write_bytes(content[:-7])
     for attempt in (CandidateStore.open, lambda folder: CandidateStore.create_or_resume(folder, IDENTITY, 3)):
-        with pytest.raises(StoreCorruptError, match=r"block_0001.safetensors is damaged.*--resume"):
+        with pytest.raises(StoreCorruptError, match=r"block_0001.safetensors is damaged.*`resume=True`"):
             attempt(tmp_path)
 
     flipped = bytearray(content)

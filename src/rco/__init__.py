@@ -1,16 +1,38 @@
-"""Choose one of K options for each of N groups under an exact budget."""
+"""Choose one of K options for each of N groups under an exact budget; compress language models with it."""
 
 from __future__ import annotations
 
 import importlib
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what editors and type checkers see; at run time names load on first use
+    from rco.api import evaluate as evaluate
+    from rco.api import prune as prune
+    from rco.api import quantize as quantize
+    from rco.compressed import CompressedModel as CompressedModel
+    from rco.core.knapsack import Solution as Solution
+    from rco.core.knapsack import solve_mckp as solve_mckp
+    from rco.core.manifold import BudgetManifold as BudgetManifold
+    from rco.core.optimizer import RiemannianAdam as RiemannianAdam
+    from rco.core.optimizer import RiemannianOptimizer as RiemannianOptimizer
+    from rco.core.problem import Allocation as Allocation
+    from rco.core.problem import AllocationProblem as AllocationProblem
+    from rco.core.problem import InfeasibleBudgetError as InfeasibleBudgetError
+    from rco.core.protocols import Objective as Objective
+    from rco.core.protocols import Searcher as Searcher
+    from rco.core.result import SearchResult as SearchResult
+    from rco.core.result import StepRecord as StepRecord
+    from rco.core.search import RCO as RCO
+    from rco.core.search import minimize as minimize
+    from rco.models.load import load as load
 
 # Names load on first use, so that `import rco` is quick and touches no device.
 _EXPORTS = {
     "Allocation": "rco.core.problem",
     "AllocationProblem": "rco.core.problem",
     "BudgetManifold": "rco.core.manifold",
+    "CompressedModel": "rco.compressed",
     "InfeasibleBudgetError": "rco.core.problem",
     "Objective": "rco.core.protocols",
     "RCO": "rco.core.search",
@@ -20,8 +42,11 @@ _EXPORTS = {
     "Searcher": "rco.core.protocols",
     "Solution": "rco.core.knapsack",
     "StepRecord": "rco.core.result",
+    "evaluate": "rco.api",
     "load": "rco.models.load",
     "minimize": "rco.core.search",
+    "prune": "rco.api",
+    "quantize": "rco.api",
     "solve_mckp": "rco.core.knapsack",
 }
 

@@ -63,7 +63,7 @@ class Ranks:
         if self.local_count > there:
             raise ValueError(
                 f"{self.local_count} ranks on this machine, but {there} GPUs: start at most {there} with "
-                f"--nproc-per-node {there}, or give --device cpu."
+                f"--nproc-per-node {there}, or give `device='cpu'`."
             )
         mine = self.gpus[0] if several else self.local
         torch.cuda.set_device(mine)

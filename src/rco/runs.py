@@ -82,7 +82,7 @@ class RunDirectory:
         try:
             if run._path("config.json").exists():
                 raise RunError(
-                    f"{run.folder} already holds a run. Continue it with --resume, or choose another folder."
+                    f"{run.folder} already holds a run. Continue it with `resume=True`, or choose another folder."
                 )
             run._write("environment.json", environment())
             # Last, since its presence is what makes the folder a run.

@@ -168,7 +168,7 @@ class CandidateStore:
         if not store.complete:
             raise StoreError(
                 f"{folder} lacks {len(store.missing_blocks)} of {store.manifest['blocks_total']} blocks "
-                f"(the first is {store.missing_blocks[0]}). Run the command that made it with --resume."
+                f"(the first is {store.missing_blocks[0]}). Make it again with `resume=True`."
             )
         return store
 
@@ -298,7 +298,7 @@ class CandidateStore:
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
             raise StoreError(
                 f"{path} was written by another process but is not here: put the candidates on a disk that all "
-                "machines of the job share (--store or --out)."
+                "machines of the job share (`store` or `out`)."
             )
         blocks = {**self.manifest["blocks"], str(index): entry}
         manifest = {**self.manifest, "blocks": dict(sorted(blocks.items(), key=lambda item: int(item[0])))}
@@ -403,8 +403,8 @@ class CandidateStore:
     def _corrupt(self, index: int, reason: str) -> StoreCorruptError:
         path = self.folder / self.manifest["blocks"][str(index)]["file"]
         return StoreCorruptError(
-            f"{path} is damaged: {reason}. Restore it from a copy, or delete this one file and run the command "
-            "that made it with --resume: only the missing block is made again."
+            f"{path} is damaged: {reason}. Restore it from a copy, or delete this one file and make it "
+            "again with `resume=True`: only the missing block is made again."
         )
 
 
@@ -432,5 +432,5 @@ def _mismatch(folder: Path, found: list[str]) -> StoreMismatchError:
     shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
     return StoreMismatchError(
         f"{folder} holds candidates that were made differently ({shown}). "
-        "Choose another folder with --store, or replace them with --overwrite-store."
+        "Choose another folder with `store`, or replace them with `overwrite_store=True`."
     )

@@ -163,7 +163,7 @@ def test_bits_over_experts_alone_and_over_everything(tmp_path):
     assert everything.problem(Budget("bits", Fraction("2.5"))).unit_budgets[0] == int(2.5 * total)
     with pytest.raises(ValueError, match="would cost nothing"):
         make_backend(tmp_path, count="experts").problem(Budget("bits", Fraction(3)))
-    with pytest.raises(InfeasibleBudgetError, match="--bits must lie between 2 and 4"):
+    with pytest.raises(InfeasibleBudgetError, match="`bits` must lie between 2 and 4"):
         experts.problem(Budget("bits", Fraction(5)))
 
 
@@ -409,7 +409,7 @@ def test_layer_errors_are_those_of_one_projection_at_a_time(name, tmp_path):
         )
     other = make_backend(tmp_path / "other", name=name)
     other.prepare(data)
-    with pytest.raises(ValueError, match=r"other groups.*--lock attention=16"):
+    with pytest.raises(ValueError, match=r"other groups.*`lock='attention=16'`"):
         other.layer_errors(data)
 
 

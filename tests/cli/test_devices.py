@@ -1,6 +1,7 @@
 """``--device``: one definition for all verbs, and what ``auto`` comes to is what runs, is said and is recorded."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ CONFIGS = [
     lambda **more: CompareQuantizeConfig(model="m", bits="3", **more),
     lambda **more: ComparePruneConfig(model="m", experts="0.25", **more),
     lambda **more: EvaluateConfig(paths=["m"], **more),
-    lambda **more: ExportConfig(run="r", **more),
+    lambda **more: ExportConfig(run=Path("r"), **more),
     lambda **more: AblationConfig(**more),
 ]
 

@@ -47,7 +47,8 @@ def test_tasks_are_refused_before_a_model_is_loaded(run, random_llama, items, tm
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(module, "load_model", load)
-    monkeypatch.setattr("rco.evaluation.harness.harness_available", lambda: False)
+    missing = "lm-eval: run pip install 'rco[eval]'."
+    monkeypatch.setattr("rco.evaluation.harness.find_problem", lambda package: missing)
     twin = tmp_path / "twin" / items.name
     twin.parent.mkdir()
     twin.write_text(items.read_text())

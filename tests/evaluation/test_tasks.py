@@ -172,7 +172,8 @@ def test_other_refusals(tmp_path):
 
 
 def test_harness_says_how_to_install_it(llama, monkeypatch):
-    monkeypatch.setattr("rco.evaluation.harness.harness_available", lambda: False)
+    missing = "lm-eval: run pip install 'rco[eval]'."
+    monkeypatch.setattr("rco.evaluation.harness.find_problem", lambda package: missing)
     with pytest.raises(EvaluationError, match=r"pip install 'rco\[eval\]'"):
         run_harness(llama, ["arc_easy"])
 
@@ -208,7 +209,7 @@ def test_harness_results_get_plain_names(llama, monkeypatch):
         "lm_eval.models.huggingface": wrapper,
     }.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("rco.evaluation.harness.harness_available", lambda: True)
+    monkeypatch.setattr("rco.evaluation.harness.find_problem", lambda package: None)
     result = run_harness(llama, ["arc_easy"], limit=5, batch_size=2)
     assert result == {"arc_easy": {"acc": 0.25, "acc_stderr": 0.1, "acc_norm": 0.5}}
     assert asked["model"] == (llama.model, llama.tokenizer, 2)

@@ -187,7 +187,7 @@ def test_dense_checkpoints_of_uneven_layers_bring_their_code(tmp_path, monkeypat
 
 def test_what_stock_transformers_cannot_unpack_is_refused_at_once(tmp_path):
     for serve in ("transformers", "vllm"):
-        with pytest.raises(ValueError, match=f"--serve {serve} unpacks no experts of gpt_oss"):
+        with pytest.raises(ValueError, match=f"`serve='{serve}'` unpacks no experts of gpt_oss"):
             make_backend(tmp_path, "gpt_oss", serve=serve)
     with pytest.raises(ValueError, match="takes no zero points in experts"):
         make_backend(tmp_path, "olmoe", serve="transformers", symmetric=False)
@@ -200,7 +200,7 @@ def test_what_stock_transformers_cannot_unpack_is_refused_at_once(tmp_path):
 def test_rows_that_would_have_other_scales_are_refused_at_once(serve, tmp_path):
     """One scale for the 16 columns of a down projection, two for the 32 of the others: two schemes in one."""
     widths = (4, 8)
-    with pytest.raises(ValueError, match="--group-size 16 or less"):
+    with pytest.raises(ValueError, match="`group_size` 16 or less"):
         make_backend(tmp_path, "olmoe", serve=serve, widths=widths, group_size=24)
     for size in (GROUP, 32, None):
         plan = make_backend(tmp_path, "olmoe", serve=serve, widths=widths, group_size=size).plan

@@ -261,7 +261,7 @@ def test_a_search_on_other_grids_is_refused(scheme, message, llama, tmp_path):
     info = linears_of(llama)["model.layers.0.self_attn.q_proj"]
     with pytest.raises(ExportError, match=message) as caught:
         LlamaCppExporter().export(llama, {info.name: packed(info, scheme)}, tmp_path / "out")
-    assert "--serve llamacpp" in str(caught.value)
+    assert "`serve='llamacpp'`" in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["nonsense", "=q4_k", "blk=", "blk=q9_z"])

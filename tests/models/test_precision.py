@@ -23,7 +23,7 @@ def test_the_type_of_the_arithmetic(name, device, checkpoint, expected):
 
 
 def test_a_narrower_type_than_the_checkpoints_is_refused():
-    with pytest.raises(ValueError, match="--dtype bfloat16"):
+    with pytest.raises(ValueError, match="`dtype='bfloat16'`"):
         compute_dtype("bfloat16", CPU, torch.float32)
 
 

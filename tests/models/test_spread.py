@@ -1,6 +1,5 @@
 """A model divided among the GPUs of a rank, as far as a machine without GPUs can tell."""
 
-import importlib.machinery
 from types import SimpleNamespace
 
 import pytest
@@ -40,8 +39,7 @@ def test_more_ranks_than_gpus_are_refused(eight_gpus):
 
 
 def test_only_the_gpus_of_the_rank_are_used_and_all_of_the_model_must_fit(eight_gpus, monkeypatch):
-    spec = importlib.machinery.ModuleSpec("accelerate", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    monkeypatch.setattr("rco.requirements.version", lambda package: "1.0")
     spread = Spread("auto", range(4, 8))
     assert spread.free_memory() == {4: 1004, 5: 1005, 6: 1006, 7: 1007}
     spread.check(SimpleNamespace(hf_device_map={"model.layers.0": 4, "lm_head": 7}), "Big")
@@ -51,8 +49,8 @@ def test_only_the_gpus_of_the_rank_are_used_and_all_of_the_model_must_fit(eight_
         Spread("auto", range(6, 10))
     with pytest.raises(ModelError, match="Unknown device map 'diagonal'"):
         Spread("diagonal", range(8))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match="pip install accelerate"):
+    monkeypatch.setattr("rco.requirements.version", lambda package: "0.34")
+    with pytest.raises(ValueError, match=r"needs accelerate 1.0 or later; installed is 0.34"):
         Spread("auto", range(4))
 
 

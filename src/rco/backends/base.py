@@ -40,12 +40,14 @@ class Budget:
         named = {kind: value for kind, value in given.items() if value is not None}
         if len(named) != 1:
             raise ValueError(
-                f"Give exactly one budget out of {_flags(given)}; got {_flags(sorted(named)) or 'none'}."
+                f"Give exactly one budget out of {_arguments(given)}; got {_arguments(sorted(named)) or 'none'}."
             )
         ((kind, value),) = named.items()
-        amount = Fraction(parse_size(str(value))) if kind == "size" else exact_number(value, _flags([kind]))
+        amount = (
+            Fraction(parse_size(str(value))) if kind == "size" else exact_number(value, _arguments([kind]))
+        )
         if amount <= 0:
-            raise ValueError(f"{_flags([kind])} must be positive, got {value}.")
+            raise ValueError(f"{_arguments([kind])} must be positive, got {value}.")
         return cls(kind, amount)
 
     def __str__(self) -> str:
@@ -54,8 +56,8 @@ class Budget:
         return f"{float(self.amount):.6g} {self.kind}"
 
 
-def _flags(kinds: Iterable[str]) -> str:
-    return ", ".join("--" + kind.replace("_", "-") for kind in kinds)
+def _arguments(kinds: Iterable[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in kinds)
 
 
 class Backend(ABC):

@@ -109,20 +109,20 @@ class BitCosts:
             raise ValueError(f"Quantization takes a budget of {', '.join(KINDS)}, got {self.kind}.")
         if self.kind == "active_bits" and self.visits is None:
             raise ValueError(
-                "--active-bits weighs experts by how often tokens are routed to them, and there is no routing: use "
-                "--bits for a model without experts, and look at the routing of a model with some first."
+                "`active_bits` weighs experts by how often tokens are routed to them, and there is no routing: use "
+                "`bits` for a model without experts, and look at the routing of a model with some first."
             )
         if self.count == "all":
             return
         if self.kind == "size":
-            raise ValueError("A size is that of the whole checkpoint; --count experts goes with bits.")
+            raise ValueError("A size is that of the whole checkpoint; `count='experts'` goes with bits.")
         if not self.plan.experts:
-            raise ValueError("--count experts needs a model with experts.")
+            raise ValueError("`count='experts'` needs a model with experts.")
         free = [group for group in self.plan.groups if not self.counts(group) and len(group.widths) > 1]
         if free:
             raise ValueError(
                 f"Bits are counted over experts alone, so that {len(free)} other groups, such as {free[0].name}, "
-                "would cost nothing: lock them (--lock attention=16), or count everything (--count all)."
+                "would cost nothing: lock them (`lock='attention=16'`), or count everything (`count='all'`)."
             )
 
     def counts(self, group: Group) -> bool:

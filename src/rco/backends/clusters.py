@@ -29,7 +29,7 @@ def clusters_of(
         unknown = [kind for kind in wanted if kind not in kinds]
         if unknown or len(wanted) < 2:
             raise ValueError(
-                f"--tie takes two or more kinds of linears, comma-separated, out of {', '.join(sorted(kinds))}; "
+                f"`tie` takes two or more kinds of linears, comma-separated, out of {', '.join(sorted(kinds))}; "
                 f"got {tie!r}."
             )
         first: dict[int | None, str] = {}

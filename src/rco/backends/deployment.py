@@ -1,11 +1,12 @@
-"""From chosen widths to what is written: packed weights by the names they have in the checkpoint."""
+"""From chosen widths to what is written, packed, and to what an engine computes with, decoded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor, nn
 
 from rco.backends.candidates import option_label
 from rco.backends.expert_candidates import kept_experts, packed_candidate
@@ -13,10 +14,10 @@ from rco.backends.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
 from rco.compressors.packing import PackedWeight
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
-from rco.models.moe_linears import ExpertLinear, sparse_layers
+from rco.models.moe_linears import ExpertLinear, model_linears, sparse_layers
 from rco.models.moe_prune import prune_experts
 
-__all__ = ["chosen_weights", "deploy", "written_names"]
+__all__ = ["chosen_weights", "decode_into", "deploy", "written_names"]
 
 Choices = Mapping[str, int]  # linear name -> width
 
@@ -68,3 +69,37 @@ def deploy(
             mask = torch.zeros_like(mask).index_fill_(0, torch.tensor(kept[layer.index]), True)
         masks.append(mask)
     return replace(loaded, model=prune_experts(loaded.model, masks)), named
+
+
+def decode_into(loaded: LoadedModel, weights: Mapping[str, PackedWeight]) -> None:
+    """Give a model the decoded values of packed weights: bit for bit those that the checkpoint loads as.
+
+    All are decoded before the first is put in place, so that a failure leaves the model as it was.
+
+    Args:
+        loaded: The model, without pruned experts; changed in place.
+        weights: Packed weights by linear, as :func:`deploy` returns them.
+    """
+    for parameter, values in list(_decoded(loaded, weights)):
+        parameter.data = values
+
+
+def _decoded(
+    loaded: LoadedModel, weights: Mapping[str, PackedWeight]
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Parameters and their new values; experts whose weights stay are in them as they were."""
+    linears = {info.name: info for info in model_linears(loaded.layout, loaded.model, include_head=True)}
+    stacks: dict[str, tuple[nn.Parameter, Tensor]] = {}
+    with torch.no_grad():
+        for name, packed in weights.items():
+            info = linears[name]
+            if isinstance(info, ExpertLinear):
+                if info.stored_in not in stacks:
+                    stack = loaded.model.get_parameter(info.stored_in)
+                    stacks[info.stored_in] = (stack, stack.detach().clone())
+                info.place(stacks[info.stored_in][1]).copy_(packed.dequantize())
+                continue
+            weight = info.module.get_parameter("weight")
+            dense = packed.dequantize().to(weight.device, weight.dtype)
+            yield weight, dense.T.contiguous() if info.transposed else dense
+    yield from stacks.values()

@@ -123,5 +123,5 @@ def find_engine(name: str) -> Engine:
         ValueError: There is none; the message lists them.
     """
     if name not in ENGINES:
-        raise ValueError(f"Unknown engine {name!r}; --serve takes {', '.join(ENGINES)}.")
+        raise ValueError(f"Unknown engine {name!r}; `serve` takes {', '.join(ENGINES)}.")
     return ENGINES[name]

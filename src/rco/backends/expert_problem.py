@@ -55,15 +55,15 @@ def parse_locks(locks: Sequence[str], names: Sequence[str]) -> np.ndarray:
     for lock in locks:
         pattern, _, wanted = lock.rpartition("=")
         if not pattern or wanted not in OPTIONS:
-            raise ValueError(f"--lock is REGEX=keep or REGEX=prune, got {lock!r}.")
+            raise ValueError(f"`lock` is REGEX=keep or REGEX=prune, got {lock!r}.")
         try:
             compiled = re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"--lock {lock!r} has an invalid pattern: {error}.") from None
+            raise ValueError(f"`lock={lock!r}` has an invalid pattern: {error}.") from None
         matched = [i for i, name in enumerate(names) if compiled.search(name)]
         if not matched:
             raise ValueError(
-                f"--lock {lock!r} matches no expert; experts are named {names[0]} to {names[-1]}."
+                f"`lock={lock!r}` matches no expert; experts are named {names[0]} to {names[-1]}."
             )
         allowed[matched] = [wanted == option for option in OPTIONS]
     return allowed
@@ -79,13 +79,13 @@ def experts_to_prune(budget: Budget, experts: int) -> int:
         count = floor(amount * experts)
         if count < 1:
             raise ValueError(
-                f"--experts {float(amount):g} of {experts} experts is less than one expert; give at least "
+                f"`experts={float(amount):g}` of {experts} experts is less than one expert; give at least "
                 f"{1 / experts:.4g}, or a count."
             )
         return count
     if amount.denominator != 1:
         raise ValueError(
-            f"--experts is a fraction below 1 or a whole number of experts, got {float(amount):g}. "
+            f"`experts` is a fraction below 1 or a whole number of experts, got {float(amount):g}. "
             f"The model has {experts} experts."
         )
     return int(amount)
@@ -167,7 +167,7 @@ def expert_problem(
     for layer, least in zip(layers, floors, strict=True):
         if least > layer.num_experts:
             raise ValueError(
-                f"--min-per-layer {min_per_layer} is more than the {layer.num_experts} experts of {layer.name}."
+                f"`min_per_layer={min_per_layer}` is more than the {layer.num_experts} experts of {layer.name}."
             )
     names = expert_names(layers)
     allowed = parse_locks(locks, names)
@@ -242,7 +242,7 @@ def _uniform_budgets(
             if asked % len(layers):
                 near = asked // len(layers) * len(layers)
                 raise ValueError(
-                    f"--uniform prunes the same number in each of {len(layers)} layers, and {asked} is no multiple "
+                    f"`uniform` prunes the same number in each of {len(layers)} layers, and {asked} is no multiple "
                     f"of {len(layers)}; ask for {near} or {near + len(layers)}."
                 )
             pruned = [asked // len(layers)] * len(layers)
@@ -282,8 +282,8 @@ def _check_room(budget: Budget, room: Fraction, fixed: int, least: int, most: in
 
 def _asked(budget: Budget) -> str:
     if budget.kind == "experts":
-        return f"--experts {float(budget.amount):g}"
-    return f"--{budget.kind} {int(budget.amount):,}"
+        return f"`experts={float(budget.amount):g}`"
+    return f"`{budget.kind}={int(budget.amount)}`"
 
 
 def _range(values: Sequence[int]) -> str:

@@ -43,7 +43,7 @@ def layer_errors(
     """
     others = [g for g in plan.groups if g.members[0].role not in EXPERT_ROLES and len(g.widths) > 1]
     if others and experts_only:
-        locks = " ".join(f"--lock {role}=16" for role in sorted({g.members[0].role for g in others}))
+        locks = " ".join(f"`lock='{role}=16'`" for role in sorted({g.members[0].role for g in others}))
         raise ValueError(
             f"Layer-output sensitivities are those of experts; {len(others)} other groups, such as "
             f"{others[0].name}, have a choice: lock them ({locks})."

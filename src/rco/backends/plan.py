@@ -171,14 +171,14 @@ def make_plan(
     """
     engine = find_engine(serve)
     if engine.gguf != (gguf is not None):
-        raise ValueError(f"--serve {serve} {'needs' if engine.gguf else 'has no use for'} a GGUF file.")
+        raise ValueError(f"`serve='{serve}'` {'needs' if engine.gguf else 'has no use for'} a GGUF file.")
     if engine.gguf and symmetric is not None:
-        raise ValueError(f"--serve {serve}: each block type has its own grid; leave out --symmetric.")
+        raise ValueError(f"`serve='{serve}'`: each block type has its own grid; leave out `symmetric`.")
     widths = tuple(sorted(set(engine.widths if widths is None else widths)))
     sparse = any(info.role == EXPERT_ROLE for info in linears)
     experts = _expert_groups(engine, experts, sparse=sparse, allow_prune=allow_prune)
     locked = _parse_locks(locks, linears, widths)
-    skipped_names = {info.name for pattern in skips for info in _matching(pattern, "--skip", linears)}
+    skipped_names = {info.name for pattern in skips for info in _matching(pattern, "skip", linears)}
     # An engine's rules for packed experts bind only those that will be packed.
     packed_experts = [
         info
@@ -208,14 +208,14 @@ def make_plan(
             left = [name for name in names if name in skipped]
             if left and len(left) < len(names):
                 raise ValueError(
-                    f"--serve {engine.name} merges {', '.join(names)} into one matrix: skip all of them or none, "
+                    f"`serve='{engine.name}'` merges {', '.join(names)} into one matrix: skip all of them or none, "
                     f"not {', '.join(left)} alone."
                 )
     left_out = {i.layer.name for i in linears if isinstance(i, ExpertLinear) and i.name in set(skipped)}
     torn = next((i for i in chosen if isinstance(i, ExpertLinear) and i.layer.name in left_out), None)
     if torn is not None:
         raise ValueError(
-            f"--skip leaves out some experts of {torn.layer.name} and not others: skip all of a layer, or lock "
+            f"`skip` leaves out some experts of {torn.layer.name} and not others: skip all of a layer, or lock "
             "those to leave alone at 16 bits."
         )
     if not chosen:
@@ -251,7 +251,7 @@ def _fitting(members: Sequence[LinearInfo], widths: Sequence[int], gguf: GGUFFil
         known = [str(w) for w in GGUF_WIDTHS if gguf.type_of(info, w) is not None] or ["no type under 16"]
         raise ValueError(
             f"{info.name} has rows of {info.in_features}, for which llama.cpp has {', '.join(known)} bits; offered "
-            f"are {', '.join(map(str, widths))}. Change --widths (16 leaves a linear alone), or --skip it."
+            f"are {', '.join(map(str, widths))}. Change `widths` (16 leaves a linear alone), or `skip` it."
         )
     return found
 
@@ -263,8 +263,8 @@ def _check_expert_rows(engine: Engine, experts: Sequence[LinearInfo], group_size
         return
     if min(rows) < group_size < max(rows):
         raise ValueError(
-            f"--serve {engine.name} needs one scheme for all of an expert, and groups of {group_size} would be one "
-            f"scale per row for its rows of {min(rows)} but not for those of {max(rows)}: use --group-size "
+            f"`serve='{engine.name}'` needs one scheme for all of an expert, and groups of {group_size} would be "
+            f"one scale per row for its rows of {min(rows)} but not for those of {max(rows)}: use `group_size` "
             f"{min(rows)} or less, or 0 for one scale per row."
         )
 
@@ -275,9 +275,9 @@ def _check_separable(engine: Engine, members: Sequence[LinearInfo]) -> None:
     )
     if torn is not None:
         raise ValueError(
-            f"--serve {engine.name} unpacks no experts of {torn.layer.architecture.model_type}, whose checkpoints "
-            "have them stacked: leave them alone (--lock experts=16), or use --serve any, whose checkpoint brings "
-            "the code for them."
+            f"`serve='{engine.name}'` unpacks no experts of {torn.layer.architecture.model_type}, whose "
+            "checkpoints have them stacked: leave them alone (`lock='experts=16'`), or use `serve='any'`, whose "
+            "checkpoint brings the code for them."
         )
 
 
@@ -298,10 +298,10 @@ def _expert_groups(
 ) -> ExpertGroups:
     """What shares a width among experts: as asked, if the engine loads that."""
     if asked is not None and asked not in get_args(ExpertGroups):
-        raise ValueError(f"--expert-groups takes {', '.join(get_args(ExpertGroups))}, got {asked!r}.")
+        raise ValueError(f"`expert_groups` takes {', '.join(get_args(ExpertGroups))}, got {asked!r}.")
     if (asked is not None or allow_prune) and not sparse:
         raise ValueError(
-            "The model has no experts: leave out --expert-groups, --per-projection and --allow-prune."
+            "The model has no experts: leave out `expert_groups`, `per_projection` and `allow_prune`."
         )
     # Every grouping lists those that an engine which needs it also loads.
     coarser: dict[ExpertGroups, tuple[ExpertGroups, ...]] = {
@@ -314,13 +314,13 @@ def _expert_groups(
     groups = engine.experts if asked is None else asked
     if groups not in coarser[engine.experts]:
         raise ValueError(
-            f"--serve {engine.name} loads experts grouped by {' or '.join(coarser[engine.experts])}, not by "
+            f"`serve='{engine.name}'` loads experts grouped by {' or '.join(coarser[engine.experts])}, not by "
             f"{groups}."
         )
     if allow_prune and groups != "expert":
         raise ValueError(
-            "--allow-prune takes experts out one by one, so that each needs a width of its own; experts are "
-            f"grouped by {groups} here. Leave out --per-projection, or use --serve any."
+            "`allow_prune` takes experts out one by one, so that each needs a width of its own; experts are "
+            f"grouped by {groups} here. Leave out `per_projection`, or use `serve='any'`."
         )
     return groups
 
@@ -331,37 +331,39 @@ def _grid(engine: Engine, widths: Sequence[int], symmetric: bool | None, *, spar
     if symmetric is None:
         return only_symmetric or any(w not in engine.asymmetric_bits for w in packed)
     if not symmetric and only_symmetric:
-        raise ValueError(f"--serve {engine.name} takes no zero points in experts; leave out --no-symmetric.")
+        raise ValueError(
+            f"`serve='{engine.name}'` takes no zero points in experts; leave out `symmetric=False`."
+        )
     return symmetric
 
 
 def _check_widths(engine: Engine, widths: Sequence[int], symmetric: bool, group_size: int | None) -> None:
     packed = [w for w in widths if w != LEAVE_ALONE]
     if not packed or len(widths) < 2:
-        raise ValueError(f"--widths needs at least two widths, one of them below 16, got {list(widths)}.")
+        raise ValueError(f"`widths` needs at least two widths, one of them below 16, got {list(widths)}.")
     for width in packed:
         if not 2 <= width <= 8:
             raise ValueError(f"A width is 2 to 8 bits, or 16 to leave a linear alone; got {width}.")
         reason = engine.refusal(Scheme(width, group_size, symmetric))
         if reason is not None:
-            raise ValueError(f"{reason}; change --widths, --group-size or --symmetric, or --serve.")
+            raise ValueError(f"{reason}; change `widths`, `group_size` or `symmetric`, or `serve`.")
 
 
-def _matching(pattern: str, flag: str, linears: Sequence[LinearInfo]) -> list[LinearInfo]:
+def _matching(pattern: str, argument: str, linears: Sequence[LinearInfo]) -> list[LinearInfo]:
     """The linears of a role, if the pattern is the name of one, or those whose name it is found in."""
     if pattern in ROLES:
         found = [info for info in linears if info.role == pattern]
         if not found:
-            raise ValueError(f"{flag} {pattern!r}: the model has no linears of that role.")
+            raise ValueError(f"`{argument}` {pattern!r}: the model has no linears of that role.")
         return found
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{flag} {pattern!r} is not a regular expression: {error}.") from None
+        raise ValueError(f"`{argument}` {pattern!r} is not a regular expression: {error}.") from None
     found = [info for info in linears if compiled.search(info.name)]
     if not found:
         raise ValueError(
-            f"{flag} {pattern!r} matches no linear; names look like {linears[0].name!r}, roles are "
+            f"`{argument}` {pattern!r} matches no linear; names look like {linears[0].name!r}, roles are "
             f"{', '.join(dict.fromkeys(info.role for info in linears))}."
         )
     return found
@@ -374,12 +376,12 @@ def _parse_locks(
     for lock in locks:
         pattern, separator, text = lock.rpartition("=")
         if not separator or not text.strip().isdigit():
-            raise ValueError(f"--lock is REGEX=WIDTH, e.g. 'lm_head=8', got {lock!r}.")
+            raise ValueError(f"`lock` is REGEX=WIDTH, e.g. 'lm_head=8', got {lock!r}.")
         width = int(text)
         if width not in (*widths, LEAVE_ALONE):
             raise ValueError(
-                f"--lock {lock!r} asks for {width} bits; on offer are {list(widths)}, and 16 to leave alone."
+                f"`lock={lock!r}` asks for {width} bits; on offer are {list(widths)}, and 16 to leave alone."
             )
-        for info in _matching(pattern, "--lock", linears):
+        for info in _matching(pattern, "lock", linears):
             locked[info.name] = width
     return locked

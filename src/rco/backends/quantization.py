@@ -128,7 +128,7 @@ class QuantizationBackend(Backend):
         """Exact integer costs: bits for ``bits`` and ``bpw``, bytes of the checkpoint for ``size``."""
         if budget.kind == "size" and self.count != "all":
             raise ValueError(
-                "--size is that of the whole checkpoint: leave out --count experts, which goes with bits."
+                "`size` is that of the whole checkpoint: leave out `count='experts'`, which goes with bits."
             )
         counted = self.costs(budget.kind)
         allowed = np.array([[w in group.widths for w in self.plan.widths] for group in self.plan.groups])
@@ -143,9 +143,9 @@ class QuantizationBackend(Backend):
             )
         except InfeasibleBudgetError as error:
             low, high = counted.range
-            flag = budget.kind.replace("_", "-")
             raise InfeasibleBudgetError(
-                f"--{flag} must lie between {low} and {high} with these widths, locks and groups, got {budget}."
+                f"`{budget.kind}` must lie between {low} and {high} with these widths, locks and groups, got "
+                f"{budget}."
             ) from error
 
     def budget_range(self, kind: str) -> tuple[str, str]:
@@ -245,6 +245,10 @@ class QuantizationBackend(Backend):
                     loaded |= pinned_together({name: loaded[name] for name in names})
             self._packed = loaded
         return self._packed
+
+    def forget_candidates(self) -> None:
+        """Free the memory of all candidates; they are read from the store again when they are needed."""
+        self._packed = None
 
     def set_packed(self, packed: Mapping[str, Mapping[str, PackedWeight]]) -> None:
         """Use candidates from elsewhere than the store."""

@@ -21,7 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return request.code if isinstance(request.code, int) else int(request.code is not None)
     except (ValueError, OSError, FloatingPointError) as error:
         # What a user can mend is said in one line; anything else is a defect and keeps its traceback.
-        sys.stderr.write(f"Error: {error}\n")
+        from rco.cli.flags import as_flags
+
+        sys.stderr.write(f"Error: {as_flags(str(error))}\n")
         return 1
     return 0
 

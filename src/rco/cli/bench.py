@@ -48,7 +48,7 @@ def solver(
 
     rco bench solver --out benchmarks/results
     """
-    from rco.cli.progress import make_progress
+    from rco.pipeline.progress import make_progress
     from rco.studies.solver_bench import run, to_markdown
 
     with make_progress(as_json) as progress:
@@ -76,7 +76,7 @@ def knapsack(
 
     rco bench knapsack --scenario huge --scenario 'cheap optimal' --workers 2
     """
-    from rco.cli.progress import make_progress
+    from rco.pipeline.progress import make_progress
     from rco.studies.knapsack_report import study_markdown, write_study
     from rco.studies.knapsack_study import run_study
     from rco.studies.multi_budget import run_multi_budget
@@ -117,7 +117,7 @@ def retraction(
 
     rco bench retraction --out benchmarks/results
     """
-    from rco.cli.progress import make_progress
+    from rco.pipeline.progress import make_progress
     from rco.studies.knapsack_report import retraction_table
     from rco.studies.retraction_bench import run_retraction_bench
 
@@ -165,7 +165,7 @@ def step(
 
     rco bench step --shape qwen3-8b --device cuda --out benchmarks/results
     """
-    from rco.cli.progress import make_progress
+    from rco.pipeline.progress import make_progress
     from rco.studies.step_bench import run, to_markdown
     from rco.studies.step_cases import quick_shape
     from rco.studies.step_figure import write_figure
@@ -208,7 +208,7 @@ def memory(
 
     rco bench memory --shape qwen3-8b --device cuda --out benchmarks/results
     """
-    from rco.cli.progress import make_progress
+    from rco.pipeline.progress import make_progress
     from rco.studies.step_bench import run_memory, to_markdown
     from rco.studies.step_cases import quick_shape
     from rco.studies.step_figure import write_memory_figure
@@ -239,8 +239,8 @@ def _ablations(config: AblationConfig, switches: Switches) -> None:
     rco bench ablations --sweep samples=1,4,16 --sweep temperature --seeds 5 --workers 2 --resume
     """
     from rco.cli.jobs import interruptible
-    from rco.cli.progress import make_progress
     from rco.pipeline.ablations import plan_ablations, run_ablations
+    from rco.pipeline.progress import make_progress
     from rco.studies.ablation_report import ablation_markdown
 
     if switches.dry_run:

@@ -31,9 +31,9 @@ def _prune(config: ComparePruneConfig, switches: Switches) -> None:
 
     rco compare prune MODEL --experts 0.5 --methods rco,rco@0.1,evoesap,reap --seeds 5
     """
-    from rco.cli.progress import make_progress
     from rco.pipeline.compare import parse_methods
     from rco.pipeline.compare_prune import PruneContest, compare_pruning, resolve_method
+    from rco.pipeline.progress import make_progress
     from rco.pipeline.prune import plan_pruning
 
     if switches.dry_run:
@@ -88,8 +88,8 @@ def _quantize(config: CompareQuantizeConfig, switches: Switches) -> None:
 
     rco compare quantize MODEL --bits 2.25,2.5,4.0 --methods rco,evopress,higgs --allowance tokens=5e6 --sweep
     """
-    from rco.cli.progress import make_progress
     from rco.pipeline.compare_quantize import QuantizeContest, compare_quantization, list_jobs
+    from rco.pipeline.progress import make_progress
 
     if switches.dry_run:
         jobs, contest = list_jobs(config), QuantizeContest(config)

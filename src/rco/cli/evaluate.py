@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 from rco.cli.options import Switches, command_from_config
@@ -21,9 +22,8 @@ def _evaluate(config: EvaluateConfig, switches: Switches) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from rco.cli.progress import make_progress
+    from rco import api
     from rco.data.sources import resolve_source
-    from rco.pipeline.evaluate import evaluate as run_job
     from rco.pipeline.evaluate import headline
 
     if switches.dry_run:
@@ -34,8 +34,12 @@ def _evaluate(config: EvaluateConfig, switches: Switches) -> None:
             f"{config.data}{also}"
         )
         return
-    with make_progress(switches.quiet or switches.as_json) as progress:
-        rows = run_job(config, progress)
+    models, reference = config.paths, config.reference
+    if reference is not None:  # first, wherever it is named
+        models = [reference, *(path for path in models if path != reference)]
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    del settings["paths"]
+    rows = api.evaluate(models, progress=not (switches.quiet or switches.as_json), **settings)
     if switches.as_json:
         typer.echo(json.dumps(rows))
         return

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from rco.cli.flags import as_flags
 from rco.cli.options import Switches
 
 if TYPE_CHECKING:
-    from rco.pipeline.common import Outcome, Planned
+    from rco.compressed import CompressedModel
+    from rco.pipeline.common import Planned
 
-__all__ = ["interruptible", "print_evaluation", "print_loading", "print_plan", "run_job"]
+__all__ = ["interruptible", "print_evaluation", "print_loading", "print_plan", "report_of", "run_job"]
 
 
 def run_job(
@@ -25,23 +29,23 @@ def run_job(
     *,
     plan: Callable[[Any], Any],
     describe: Callable[[Any], tuple[dict[str, Any], list[tuple[str, str]]]],
-    job: Callable[[Any, Any], Outcome | None],
-    summarize: Callable[[Outcome], dict[str, Any]],
-    show: Callable[[Outcome], None],
+    summarize: Callable[[CompressedModel], dict[str, Any]],
+    show: Callable[[CompressedModel], None],
 ) -> None:
-    """Do a job, or with ``--dry-run`` say what it would be.
+    """Compress a model, or with ``--dry-run`` say what that would be.
 
     Args:
-        config: The job's settings.
+        config: The settings.
         switches: How to show it.
         plan: Checks the settings without work.
         describe: A plan as data for ``--json``, and as lines (label, text) for people.
-        job: Does it; returns nothing on a rank of torchrun that only helps.
-        summarize: The outcome's own part of the JSON.
-        show: Prints the outcome for people.
+        summarize: The result's own part of the JSON.
+        show: Prints the result for people.
     """
-    from rco.cli.progress import make_progress
+    from rco.api import compress
+    from rco.backends.base import Budget
     from rco.distributed import is_first_rank
+    from rco.pipeline.common import run_folder
 
     if switches.dry_run:
         if not is_first_rank():
@@ -51,14 +55,15 @@ def run_job(
         print_plan(planned, data, lines, as_json=switches.as_json)
         return
     quiet = switches.quiet or switches.as_json or not is_first_rank()
-    with interruptible(), make_progress(quiet) as progress:
-        outcome = job(config, progress)
-    if outcome is None:
+    folder = run_folder(config, Budget.parse(**config.budgets()))
+    with interruptible():
+        result = compress(dataclasses.replace(config, out=folder), progress=not quiet)
+    if result is None:
         return
     if switches.as_json:
-        typer.echo(json.dumps({**_common_summary(outcome), **summarize(outcome)}))
+        typer.echo(json.dumps({**_common_summary(result), **summarize(result)}))
     else:
-        show(outcome)
+        show(result)
 
 
 @contextmanager
@@ -73,7 +78,7 @@ def interruptible() -> Iterator[None]:
             sys.stderr.write(f"\nStopped. {_way_on()}")
         raise typer.Exit(130) from None
     except RankLostError as error:
-        sys.stderr.write(f"Error on rank {os.environ.get('RANK', '0')}: {error} {_way_on()}")
+        sys.stderr.write(f"Error on rank {os.environ.get('RANK', '0')}: {as_flags(str(error))} {_way_on()}")
         raise typer.Exit(1) from None
 
 
@@ -108,20 +113,26 @@ def print_plan(
         typer.echo(f"{label:<12}{text}")
 
 
-def _common_summary(outcome: Outcome) -> dict[str, Any]:
-    metrics = {k: v for k, v in outcome.metrics.items() if k not in ("groups", "scores", "export")}
+def _common_summary(result: CompressedModel) -> dict[str, Any]:
+    metrics = {k: v for k, v in result.metrics.items() if k not in ("groups", "scores", "export")}
     return {
-        "folder": str(outcome.folder),
-        "report": str(outcome.report),
-        "checkpoint": str(outcome.checkpoint) if outcome.checkpoint else None,
-        "loss": outcome.result.loss,
-        "chosen_from": outcome.result.chosen_from,
+        "folder": str(result.folder),
+        "report": str(report_of(result)),
+        "checkpoint": str(result.checkpoint) if result.checkpoint else None,
+        "loss": result.search.loss,
+        "chosen_from": result.search.chosen_from,
         **metrics,
     }
 
 
+def report_of(result: CompressedModel) -> Path:
+    """The page in the folder of a run."""
+    assert result.folder is not None  # a command's runs have one
+    return result.folder / "report.html"
+
+
 def print_evaluation(
-    outcome: Outcome, *, first: str, amount: tuple[str, Callable[[dict[str, Any]], str]]
+    result: CompressedModel, *, first: str, amount: tuple[str, Callable[[dict[str, Any]], str]]
 ) -> None:
     """The table of allocations on evaluation text: a name, how much it takes, KL and perplexity."""
     from rich.console import Console
@@ -131,7 +142,7 @@ def print_evaluation(
     label, text = amount
     for name in (first, label, "KL to the full model", "perplexity"):
         table.add_column(name, justify="left" if name == first else "right")
-    for row in outcome.metrics["evaluation"]:
+    for row in result.metrics["evaluation"]:
         error = row["kl_error"] or 0.0
         table.add_row(
             row["name"],

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rco import tables
+from rco.cli.flags import as_flags
 
 __all__ = ["ls"]
 
@@ -17,7 +18,7 @@ def _first_line(target: str) -> str:
     import importlib
 
     text = getattr(importlib.import_module(module), attribute).__doc__ or ""
-    return text.strip().splitlines()[0] if text.strip() else ""
+    return as_flags(text.strip().splitlines()[0]) if text.strip() else ""
 
 
 def ls(

@@ -13,6 +13,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from rco.cli.flags import as_flags, flag_of
+
 __all__ = ["Switches", "command_from_config", "taken_device"]
 
 _PANELS = ("Budget", "Output", "Candidates", "Experts", "Data", "Search", "Comparison", "Machine")
@@ -71,7 +73,8 @@ def _place(field: dataclasses.Field[Any]) -> int:
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
-    text, panel = field.metadata["help"], field.metadata.get("panel")
+    text, panel = as_flags(field.metadata["help"]), field.metadata.get("panel")
+    hint = field.metadata.get("flag") or hint
     default: Any = field.default
     factory: Any = field.default_factory
     if default is dataclasses.MISSING and factory is not dataclasses.MISSING:
@@ -81,7 +84,8 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
         declared = Annotated[hint, typer.Argument(help=text)]
         default = inspect.Parameter.empty
     else:
-        name = field.name.replace("_", "-")
-        flag = f"--{name}/--no-{name}" if hint in (bool, bool | None) else f"--{name}"
+        flag = flag_of(field.name)
+        if hint in (bool, bool | None):
+            flag = f"{flag}/{flag_of(f'no_{field.name}')}"
         declared = Annotated[hint, typer.Option(flag, help=text, rich_help_panel=panel)]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=declared)

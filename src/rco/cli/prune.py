@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rco.cli.jobs import print_evaluation, print_loading, run_job
+from rco.cli.jobs import print_evaluation, print_loading, report_of, run_job
 from rco.cli.options import Switches, command_from_config
 from rco.pipeline.configs import PruneConfig
 
 if TYPE_CHECKING:
-    from rco.pipeline.common import Outcome
+    from rco.compressed import CompressedModel
     from rco.pipeline.prune import PlannedPruning
 
 __all__ = ["prune"]
@@ -25,15 +25,13 @@ def _prune(config: PruneConfig, switches: Switches) -> None:
     rco prune MODEL --experts 0.5 --uniform --data code.jsonl --out runs/mine
     """
     from rco.pipeline.prune import plan_pruning
-    from rco.pipeline.prune import prune as job
 
     run_job(
         config,
         switches,
         plan=plan_pruning,
         describe=_describe,
-        job=job,
-        summarize=lambda outcome: {"shape": outcome.metrics.get("export", {}).get("shape")},
+        summarize=lambda result: {"shape": result.metrics.get("export", {}).get("shape")},
         show=_show,
     )
 
@@ -73,13 +71,13 @@ def _total(end: Any) -> int:
     return int(sum(end)) if isinstance(end, tuple) else int(end)
 
 
-def _show(outcome: Outcome) -> None:
-    print_evaluation(outcome, first="experts by", amount=("kept", lambda row: str(row["experts"])))
-    budget, layers = outcome.metrics["budget"], outcome.metrics["moe"]["layers"]
+def _show(result: CompressedModel) -> None:
+    print_evaluation(result, first="experts by", amount=("kept", lambda row: str(row["experts"])))
+    budget, layers = result.metrics["budget"], result.metrics["moe"]["layers"]
     typer.echo(f"budget      asked {budget['requested']} {budget['kind']}: {budget['used']}")
     typer.echo(f"per layer   {' '.join(str(len(layer['kept'])) for layer in layers)}")
-    if outcome.checkpoint:
-        shape = outcome.metrics["export"]["shape"].replace("_", " ")
-        typer.echo(f"checkpoint  {outcome.checkpoint} ({shape})")
-        print_loading(outcome.metrics["export"])
-    typer.echo(f"report      {outcome.report}")
+    if result.checkpoint:
+        shape = result.metrics["export"]["shape"].replace("_", " ")
+        typer.echo(f"checkpoint  {result.checkpoint} ({shape})")
+        print_loading(result.metrics["export"])
+    typer.echo(f"report      {report_of(result)}")

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rco.cli.jobs import print_evaluation, print_loading, run_job
+from rco.cli.jobs import print_evaluation, print_loading, report_of, run_job
 from rco.cli.options import Switches, command_from_config
 from rco.pipeline.configs import QuantizeConfig
 
 if TYPE_CHECKING:
-    from rco.pipeline.common import Outcome
+    from rco.compressed import CompressedModel
     from rco.pipeline.quantize import PlannedQuantization
 
 __all__ = ["quantize"]
@@ -25,15 +25,13 @@ def _quantize(config: QuantizeConfig, switches: Switches) -> None:
     rco quantize MODEL --size 3.1GB --serve vllm --out runs/mine
     """
     from rco.pipeline.quantize import plan_quantization
-    from rco.pipeline.quantize import quantize as job
 
     run_job(
         config,
         switches,
         plan=plan_quantization,
         describe=_describe,
-        job=job,
-        summarize=lambda outcome: {"allocation": outcome.result.allocation.to_dict()},
+        summarize=lambda result: {"allocation": result.search.allocation.to_dict()},
         show=_show,
     )
 
@@ -70,18 +68,18 @@ def _describe(planned: PlannedQuantization) -> tuple[dict[str, Any], list[tuple[
     return data, lines
 
 
-def _show(outcome: Outcome) -> None:
+def _show(result: CompressedModel) -> None:
     print_evaluation(
-        outcome, first="allocation", amount=("bits", lambda row: f"{row['bits']:.4f}".rstrip("0").rstrip("."))
+        result, first="allocation", amount=("bits", lambda row: f"{row['bits']:.4f}".rstrip("0").rstrip("."))
     )
-    budget = outcome.metrics["budget"]
+    budget = result.metrics["budget"]
     typer.echo(
         f"budget      asked {budget['requested']} {budget['kind']}: {budget['effective']}, used {budget['used']}"
     )
-    written = outcome.metrics.get("export", {})
+    written = result.metrics.get("export", {})
     if written.get("usage"):
-        typer.echo(f"recipe      {outcome.checkpoint}: its README.md has the commands")
-    elif outcome.checkpoint:
-        typer.echo(f"checkpoint  {outcome.checkpoint}")
+        typer.echo(f"recipe      {result.checkpoint}: its README.md has the commands")
+    elif result.checkpoint:
+        typer.echo(f"checkpoint  {result.checkpoint}")
         print_loading(written)
-    typer.echo(f"report      {outcome.report}")
+    typer.echo(f"report      {report_of(result)}")

@@ -171,6 +171,11 @@ class PackedWeight:
         zeros = None if self.zeros is None else self.zeros.to(device)
         return replace(self, packed=self.packed.to(device), scales=self.scales.to(device), zeros=zeros)
 
+    def clone(self) -> PackedWeight:
+        """A copy in memory of its own."""
+        zeros = None if self.zeros is None else self.zeros.clone()
+        return replace(self, packed=self.packed.clone(), scales=self.scales.clone(), zeros=zeros)
+
     def codes(self) -> Tensor:
         """The codes, uint8 (out, in)."""
         return unpack(self.packed, self.bits, self.shape[1])

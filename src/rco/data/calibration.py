@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.data.documents import DataError, Document, Part
+from rco.data.documents import Data, DataError, Document, Part
 from rco.data.sources import Mixture, Source, resolve_source
 from rco.data.tokenization import first_tokens, text_pieces, token_stream
 
@@ -117,7 +117,7 @@ class DataSplits:
 
 
 def build_calibration(
-    spec: str | Path,
+    spec: Data,
     tokenizer: Any,
     *,
     samples: int | None,
@@ -128,7 +128,7 @@ def build_calibration(
     """Make a set of token sequences.
 
     Args:
-        spec: What :func:`rco.data.sources.resolve_source` reads: names, files, mixtures.
+        spec: What :func:`rco.data.sources.resolve_source` reads: names, files, mixtures, documents.
         tokenizer: A Hugging Face tokenizer.
         samples: How many sequences; None for all that there are.
         length: Tokens per sequence, a begin-of-text token included where the tokenizer sets one.
@@ -157,7 +157,7 @@ def splits(data: CalibrationSet, *, search: int, selection: int) -> tuple[Calibr
 
 
 def build_splits(
-    spec: str | Path,
+    spec: Data,
     tokenizer: Any,
     *,
     search: int,
@@ -165,7 +165,7 @@ def build_splits(
     evaluation: int | None,
     length: int,
     seed: int = 0,
-    evaluation_spec: str | Path | None = None,
+    evaluation_spec: Data | None = None,
     evaluation_length: int | None = None,
 ) -> DataSplits:
     """Three disjoint sets.

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["DataError", "Document", "Part", "document_from_record", "read_jsonl", "read_text", "take_part"]
+__all__ = [
+    "Data",
+    "DataError",
+    "Document",
+    "Part",
+    "Texts",
+    "document_from_record",
+    "read_documents",
+    "read_jsonl",
+    "read_text",
+    "take_part",
+]
 
 Part = Literal["calibration", "evaluation", "all"]
 
@@ -38,6 +49,59 @@ class Document:
     def key(self) -> bytes:
         """A hash of the content, by which duplicates are found."""
         return hashlib.sha256(json.dumps([self.text, self.messages]).encode()).digest()
+
+
+class Texts:
+    """Documents passed from Python instead of being named: strings, conversations, records, files.
+
+    Two of the same content are the same data, and prints as a name that says so.
+
+    Args:
+        entries: Each is a string (one text), a list of ``{"role", "content"}`` messages (one conversation), a
+            record as in a JSONL file (see :func:`document_from_record`), or a :class:`~pathlib.Path` of a file.
+
+    Raises:
+        DataError: There is nothing in it, or an entry is none of these; the message says which.
+    """
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        documents: dict[bytes, Document] = {}
+        for index, entry in enumerate(entries):
+            for document in _entry_documents(entry, f"data[{index}]"):
+                documents.setdefault(document.key, document)
+        self.documents = tuple(d for d in documents.values() if d.messages or d.text.strip())
+        if not self.documents:
+            raise DataError("`data` holds no text: pass strings, conversations, or files that are not empty.")
+        digest = hashlib.sha256(b"".join(document.key for document in self.documents)).hexdigest()
+        self.name = f"given-text-{digest[:16]}"
+
+    def __repr__(self) -> str:
+        return f"Texts({len(self.documents)} documents, {self.name})"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Data = str | Path | Texts  # a name, a file or a mixture of both; or the documents themselves
+
+
+def _entry_documents(entry: Any, where: str) -> list[Document]:
+    if isinstance(entry, str):
+        return [Document(text=entry)]
+    if isinstance(entry, Path):
+        return read_documents(entry)
+    if isinstance(entry, Mapping):
+        if "role" in entry and "content" in entry:
+            raise DataError(
+                f"{where} is a single message. A conversation is a list of messages, and data is a list of "
+                "conversations: pass [[{...}, {...}], ...]."
+            )
+        return [document_from_record(entry, where)]
+    if isinstance(entry, Sequence) and not isinstance(entry, bytes):
+        return [Document(messages=_messages(list(entry), where))]
+    raise DataError(
+        f"{where} is a {type(entry).__name__}; an entry is a string, a list of messages, a record, or a Path."
+    )
 
 
 def document_from_record(record: Any, where: str) -> Document:
@@ -96,6 +160,16 @@ def read_text(path: Path) -> str:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+def read_documents(path: Path) -> list[Document]:
+    """The documents of a ``.txt`` or ``.jsonl`` file."""
+    suffix = path.suffix.lower()
+    if suffix in (".jsonl", ".ndjson"):
+        return read_jsonl(path)
+    if suffix in (".txt", ".md", ".text", ""):
+        return [Document(text=read_text(path))]
+    raise DataError(f"{path} is neither .txt nor .jsonl; convert it to one of them.")
 
 
 def read_jsonl(path: Path) -> list[Document]:

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from rco.data.documents import (
+    Data,
     DataError,
     Document,
     Part,
+    Texts,
     document_from_record,
-    read_jsonl,
+    read_documents,
     read_text,
     take_part,
 )
+from rco.requirements import require
 
 __all__ = ["DEFAULT_SOURCE", "Mixture", "Source", "describe_sources", "resolve_source"]
 
@@ -108,16 +111,20 @@ def describe_sources() -> dict[str, str]:
     }
 
 
-def resolve_source(spec: str | Path) -> Mixture:
+def resolve_source(spec: Data) -> Mixture:
     """Read a description of data.
 
     Args:
         spec: A name, a local ``.txt`` or ``.jsonl`` file, or several joined by ``+``, each with an optional
             weight: ``en_prose+my.jsonl``, ``c4*3+tulu-math``. A file whose own name holds ``+`` or ``*`` works.
+            Or the documents themselves.
 
     Raises:
         DataError: A name is unknown, a file is missing or of an unknown kind, or a weight is not positive.
     """
+    if isinstance(spec, Texts):
+        given = Source(spec.name, lambda part, seed: take_part(spec.documents, part), local=True)
+        return Mixture(spec.name, (given,), (1.0,))
     text = str(spec).strip()
     if not text:
         raise DataError(f"No data was named; pass a file or one of {', '.join(describe_sources())}.")
@@ -165,14 +172,9 @@ def _resolve_one(name: str) -> Source:
 
 
 def _file_source(path: Path) -> Source:
-    suffix = path.suffix.lower()
-    if suffix in (".jsonl", ".ndjson"):
-        return Source(str(path), lambda part, seed: take_part(read_jsonl(path), part), local=True)
-    if suffix in (".txt", ".md", ".text", ""):
-        return Source(
-            str(path), lambda part, seed: take_part([Document(text=read_text(path))], part), local=True
-        )
-    raise DataError(f"{path} is neither .txt nor .jsonl; convert it to one of them.")
+    if path.suffix.lower() not in (".jsonl", ".ndjson", ".txt", ".md", ".text", ""):
+        raise DataError(f"{path} is neither .txt nor .jsonl; convert it to one of them.")
+    return Source(str(path), lambda part, seed: take_part(read_documents(path), part), local=True)
 
 
 def _builtin_documents(name: str, part: Part) -> Iterator[Document]:
@@ -209,12 +211,8 @@ def _joined(lines: Iterator[Document], title: re.Pattern[str]) -> Iterator[Docum
 
 
 def _open_hub(name: str, row: _HubDataset, split: str) -> Iterator[Any]:
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError:
-        raise DataError(
-            f"The data {name!r} is on the Hub and needs datasets: pip install 'rco[data]'."
-        ) from None
+    require("datasets", f"The data {name!r} is on the Hub and")
+    datasets = importlib.import_module("datasets")
     try:
         _reach(row.repository)
         stream = datasets.load_dataset(row.repository, row.config, split=split, streaming=True)

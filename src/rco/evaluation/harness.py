@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from rco.evaluation.statistics import EvaluationError
 from rco.models.loading import LoadedModel
+from rco.requirements import find_problem
 
-__all__ = ["check_harness", "harness_available", "run_harness"]
+__all__ = ["check_harness", "run_harness"]
 
 # Tasks whose answers are programs; lm-eval runs them on this machine to see whether they work.
 _RUNS_CODE = ("humaneval", "mbpp")
 _ALLOW_CODE = "HF_ALLOW_CODE_EVAL"
-
-
-def harness_available() -> bool:
-    """Whether lm-eval is installed."""
-    return importlib.util.find_spec("lm_eval") is not None
 
 
 def check_harness(tasks: Sequence[str]) -> None:
@@ -30,10 +25,9 @@ def check_harness(tasks: Sequence[str]) -> None:
     """
     if not tasks:
         raise EvaluationError("Name at least one lm-eval task, e.g. arc_easy.")
-    if not harness_available():
-        raise EvaluationError(
-            f"The tasks {', '.join(tasks)} need lm-eval: run pip install 'rco[eval]', or give JSONL files."
-        )
+    missing = find_problem("lm-eval")
+    if missing is not None:
+        raise EvaluationError(f"Measuring {', '.join(tasks)} needs {missing} JSONL files need nothing.")
     runs_code = _running_code(tasks)
     if runs_code and os.environ.get(_ALLOW_CODE) != "1":
         raise EvaluationError(

@@ -44,7 +44,7 @@ class AutoRoundExporter(RecipeExporter):
             if info.out_features % _MULTIPLE or info.in_features % _MULTIPLE:
                 raise ExportError(
                     f"{name} is {info.out_features}x{info.in_features}; AutoRound leaves a matrix alone unless "
-                    f"both sides are multiples of {_MULTIPLE}. Search again with it left out (--skip)."
+                    f"both sides are multiples of {_MULTIPLE}. Search again with it left out (`skip`)."
                 )
             config[choice.called(name)] = _entry(scheme)
         # AutoRound refuses zero points at 8 bits for its other formats, which no kernel reads.

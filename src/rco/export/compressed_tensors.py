@@ -157,7 +157,7 @@ def check_exportable(linears: Iterable[LinearInfo], schemes: Mapping[str, Scheme
             if zeros_in_one_word and written.group_size is not None:
                 raise ExportError(
                     f"{name} has {info.out_features} rows, and compressed-tensors cannot read the zero points of 8 "
-                    f"rows or fewer at 4 bits: use --symmetric, or leave it alone with --lock '{name}=16'."
+                    f"rows or fewer at 4 bits: use `symmetric=True`, or leave it alone with `lock='{name}=16'`."
                 )
             if written.group_size is not None and info.in_features % written.group_size:
                 raise ExportError(

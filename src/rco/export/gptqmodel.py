@@ -54,7 +54,7 @@ class GPTQModelExporter(RecipeExporter):
                     left = "|".join(re.escape(path) for path in _UNLISTED[choice.loaded.layout.model_type])
                     raise ExportError(
                         f"{name} has {scheme.bits} bits, but GPTQModel leaves such linears alone. Search again "
-                        f"without them: --skip '\\d\\.({left})$'."
+                        f"without them: `skip='\\d\\.({left})$'`."
                     )
                 dynamic[exact] = _arguments(scheme)
                 head = head or info.role == "head"

@@ -30,7 +30,7 @@ whatever else was left alone stay at 16 bits, as the search has seen them; to sh
 
 
 class LlamaCppExporter(RecipeExporter):
-    """Writes a tensor type file for llama-quantize, from a search with --serve llamacpp."""
+    """Writes a tensor type file for llama-quantize, from a search with `serve='llamacpp'`."""
 
     name: ClassVar[str] = "llama.cpp"
 
@@ -67,13 +67,13 @@ def _types(choice: Choice, file: GGUFFile) -> dict[str, BlockType]:
             offered = f"{kind.name} with {kind.scheme}" if kind else "no type of that width"
             raise ExportError(
                 f"{name} was searched with {scheme}, for which llama.cpp has {offered}. Search again with "
-                "--serve llamacpp, so that sizes and errors are those of its types."
+                "`serve='llamacpp'`, so that sizes and errors are those of its types."
             )
         for stored in gguf_names(file.layout, name):
             if stored in file.tensors and types.setdefault(stored, kind) is not kind:
                 raise ExportError(
                     f"{stored} holds all experts of a layer in one type, but {name} is {kind.name} and another is "
-                    f"{types[stored].name}. Search again with --serve llamacpp."
+                    f"{types[stored].name}. Search again with `serve='llamacpp'`."
                 )
     return {name: kind for name, kind in types.items() if not kind.scheme.dense}
 

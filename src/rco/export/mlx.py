@@ -68,14 +68,14 @@ class MLXExporter(RecipeExporter):
             if columns % size:
                 raise ExportError(
                     f"{name} has rows of {columns}, which groups of {size} do not divide; MLX leaves it alone. "
-                    "Search with another --group-size."
+                    "Search with another `group_size`."
                 )
             entry = {"group_size": size, "bits": scheme.bits, "mode": "affine"}
             for path in mlx_paths(choice.loaded.layout, name):
                 if modules.setdefault(path, entry) != entry:
                     raise ExportError(
                         f"{path} holds all experts of a layer, and {name} differs from the others: search with one "
-                        "width for each projection of a layer's experts (--expert-groups layer-projection)."
+                        "width for each projection of a layer's experts (`expert_groups='layer-projection'`)."
                     )
         # The defaults are used by no module, but MLX asks the predicate only where its group size divides a row.
         smallest = min(entry["group_size"] for entry in modules.values())

@@ -67,6 +67,7 @@ def export_pruned(
     tokenizer: Any = None,
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
+    numbers: Sequence[Sequence[int]] | None = None,
 ) -> PrunedExport:
     """Write ``model`` without its pruned experts.
 
@@ -79,6 +80,7 @@ def export_pruned(
         tokenizer: Saved along, if given.
         max_shard_size: Largest safetensors file.
         overwrite: Replace a folder that is there.
+        numbers: For each sparse layer, what its experts were called before ``model`` was pruned for the first time.
 
     Raises:
         ValueError: The mask does not fit the model, or ``padded`` is asked of a router that cannot express it.
@@ -99,7 +101,10 @@ def export_pruned(
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         names = [layer.name for layer in moe_layers(model)]
-        record = {"shape": shape, "kept": {name: list(k) for name, k in zip(names, plan.kept, strict=True)}}
+        kept = plan.kept
+        if numbers is not None:
+            kept = tuple(tuple(before[i] for i in layer) for before, layer in zip(numbers, kept, strict=True))
+        record = {"shape": shape, "kept": {name: list(k) for name, k in zip(names, kept, strict=True)}}
         (folder / EXPERT_MAP_FILE).write_text(json.dumps(record, indent=1) + "\n")
     return PrunedExport(out, shape, plan.counts, plan.stock_obstacle)
 
@@ -112,11 +117,23 @@ class PrunedExporter:
     padded: ClassVar[bool] = False
 
     def export(
-        self, source: LoadedModel, keep: Tensor | Sequence[Tensor], out: Path, *, overwrite: bool = False
+        self,
+        source: LoadedModel,
+        keep: Tensor | Sequence[Tensor],
+        out: Path,
+        *,
+        overwrite: bool = False,
+        numbers: Sequence[Sequence[int]] | None = None,
     ) -> PrunedExport:
         """As :func:`export_pruned`, tokenizer included."""
         return export_pruned(
-            source.model, keep, out, padded=self.padded, tokenizer=source.tokenizer, overwrite=overwrite
+            source.model,
+            keep,
+            out,
+            padded=self.padded,
+            tokenizer=source.tokenizer,
+            overwrite=overwrite,
+            numbers=numbers,
         )
 
 

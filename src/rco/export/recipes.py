@@ -93,12 +93,12 @@ class Choice:
             if scheme.bits not in widths:
                 raise ExportError(
                     f"{name} has {scheme.bits} bits; {tool} takes {', '.join(map(str, sorted(widths)))}. "
-                    "Search with --widths that it takes."
+                    "Search with `widths` that it takes."
                 )
             if group_sizes is not None and size not in group_sizes:
                 raise ExportError(
                     f"{name} has groups of {size}; {tool} takes {', '.join(map(str, sorted(group_sizes)))}. Search "
-                    "with a --group-size that it takes."
+                    "with a `group_size` that it takes."
                 )
 
 

@@ -87,7 +87,7 @@ def gguf_names(layout: Layout, linear: str) -> tuple[str, ...]:
     stems = _LINEARS.get(_EXPERT_INDEX.sub("", block[2])) if block else None
     if block is None or stems is None:
         raise ModelError(
-            f"{linear} of a {layout.model_type} model has no known name in a GGUF file; leave it out (--skip) or "
+            f"{linear} of a {layout.model_type} model has no known name in a GGUF file; leave it out (`skip`) or "
             "add it to the table in rco.models.gguf_names."
         )
     return tuple(f"blk.{block[1]}.{stem}.weight" for stem in stems)

@@ -23,7 +23,7 @@ def checkpoint_of(path: str | Path) -> str | Path:
     if (folder / "model" / "config.json").is_file():
         return folder / "model"
     raise ModelError(
-        f"{folder} is a run without a checkpoint: continue it with --resume, or export it with `rco export`."
+        f"{folder} is a run without a checkpoint: continue it with `resume=True`, or export it with `rco export`."
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.metadata
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -21,12 +20,14 @@ from rco.models.files import file_sha256, folder_fingerprint, read_config, weigh
 from rco.models.layout import ARCHITECTURES, Layout, layout_for
 from rco.models.spread import Spread
 from rco.models.zoo import ModelError, builtin_models, find_builtin, near_matches
+from rco.requirements import find_problem, require
 
 __all__ = [
     "LoadedModel",
     "load_model",
     "locate_model",
     "pick_device",
+    "refuse_quantized",
     "without_progress_bars",
     "wrap_model",
 ]
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
-_DENSE_PACKING = (0, 18)  # compressed-tensors since which codes may lie across two words
+_DENSE_PACKING = "0.18"  # compressed-tensors since which codes may lie across two words
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
@@ -264,6 +265,26 @@ def check_config(config: dict[str, Any], label: str, trust_remote_code: bool = F
     layout_for(str(config["model_type"]))
 
 
+def refuse_quantized(config: Any, label: str) -> None:
+    """Refuse a model whose weights are packed; one that was read from a GGUF file has been decoded.
+
+    Args:
+        config: A model's config, as an object or as ``config.json`` has it.
+        label: What the user called the model.
+
+    Raises:
+        ModelError: The config describes quantized weights.
+    """
+    name = "quantization_config"
+    found = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+    if not found:
+        return
+    found = found if isinstance(found, dict) else found.to_dict()
+    method = str(found.get("quant_method") or "quantized")
+    if method.lower().rpartition(".")[2] != "gguf":
+        raise ModelError(f"{label} is quantized already ({method}): pass the full-precision model.")
+
+
 def check_packing(config: dict[str, Any], label: str) -> None:
     """Refuse a packed checkpoint that the installed compressed-tensors would unpack by other rules.
 
@@ -276,27 +297,16 @@ def check_packing(config: dict[str, Any], label: str) -> None:
     quantization = config.get("quantization_config") or {}
     if quantization.get("quant_method") != "compressed-tensors":
         return
-    try:
-        installed = importlib.metadata.version("compressed-tensors")
-    except importlib.metadata.PackageNotFoundError:
-        raise ModelError(
-            f"{label} is packed, and reading it needs compressed-tensors: run pip install 'rco[export]'."
-        ) from None
     weights = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
     split = sorted({bits for entry in weights if (bits := entry.get("num_bits")) and 32 % bits})
-    if quantization.get("format") == "pack-quantized" and split and _release(installed) < _DENSE_PACKING:
-        needed = ".".join(map(str, _DENSE_PACKING))
+    dense = quantization.get("format") == "pack-quantized" and bool(split)
+    problem = find_problem("compressed-tensors", _DENSE_PACKING if dense else "")
+    if problem is not None:
+        widths = f" with weights of {' and '.join(map(str, split))} bits" if dense else ""
         raise ModelError(
-            f"{label} has weights of {' and '.join(map(str, split))} bits, whose packing compressed-tensors reads "
-            f"from version {needed} on; installed is {installed}. Run pip install 'compressed-tensors>={needed}', "
-            "in an environment of its own where another package (such as vLLM 0.32) holds the older one."
+            f"{label} is packed{widths}, and reading it needs {problem} Where another package (such as vLLM 0.32) "
+            "holds an older one, use an environment of its own."
         )
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (0, 17, 1) of 0.17.1.dev3."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found.group().split("."))) if found else ()
 
 
 def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -396,11 +406,8 @@ def without_progress_bars(transformers: Any) -> Iterator[None]:
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise ModelError("Loading a model needs transformers: run pip install 'rco[hf]'.") from None
-    return transformers
+    require("transformers", "Loading a model")
+    return importlib.import_module("transformers")
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from rco.models.moe import MoELayer, moe_layers, set_num_experts
-from rco.models.remote_code.modeling_pruned_experts import pruned_class, ragged_groups
+from rco.models.remote_code.modeling_pruned_experts import (
+    PrunedExpertsMixin,
+    RaggedGroupsMixin,
+    pruned_class,
+    ragged_groups,
+)
 
 __all__ = ["KeepPlan", "keep_plan", "pad_experts", "prune_experts", "split_keep"]
 
@@ -147,7 +152,26 @@ def _shared_copy(model: nn.Module) -> tuple[Any, list[MoELayer]]:
                 f"{layer.name} keeps its experts as separate modules; load the model with the implementation in "
                 "transformers (without remote code), which keeps them as stacked tensors"
             )
+    _forget_earlier_pruning(new, layers)
     return new, layers
+
+
+def _forget_earlier_pruning(model: Any, layers: Sequence[MoELayer]) -> None:
+    """Take back what an earlier pruning has said about counts per layer; the next one says its own."""
+    _drop_base(model, PrunedExpertsMixin)
+    for layer in layers:
+        _drop_base(layer.router, RaggedGroupsMixin)
+    text = _text_config(model)
+    for name in ("num_experts_per_layer", "expert_group_sizes"):
+        if hasattr(text, name):
+            delattr(text, name)
+
+
+def _drop_base(module: Any, mixin: type) -> None:
+    """Give a module of a class made with a mixin the class that it was made from."""
+    order = type(module).__mro__
+    if mixin in order:
+        module.__class__ = order[order.index(mixin) + 1]
 
 
 def _take(layer: MoELayer, slots: Tensor) -> None:

@@ -32,7 +32,7 @@ def compute_dtype(name: str, device: torch.device, dtype: torch.dtype) -> torch.
     if torch.finfo(found).bits < torch.finfo(dtype).bits:
         raise ValueError(
             f"The checkpoint is {str(dtype).removeprefix('torch.')}, and computing in {name} would change its "
-            f"weights: load it as {name} (--dtype {name}), or leave --compute out."
+            f"weights: load it as {name} (`dtype='{name}'`), or leave out `compute`."
         )
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from rco.models.zoo import ModelError
+from rco.requirements import require
 
 __all__ = ["Spread", "Strategy", "on_one_gpu"]
 
@@ -41,10 +41,9 @@ class Spread:
         if not self.gpus or max(self.gpus) >= there:
             raise ModelError(
                 f"A device map divides a model among GPUs: this machine has {there}, and {list(self.gpus)} were "
-                "asked for. Leave --device-map away."
+                "asked for. Leave out `device_map`."
             )
-        if importlib.util.find_spec("accelerate") is None:
-            raise ModelError("A device map needs accelerate: run pip install accelerate.")
+        require("accelerate", "A device map")
 
     def free_memory(self) -> dict[int, int]:
         """Free bytes of every GPU; what is not named here is not used."""

@@ -7,6 +7,8 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+from rco.requirements import require
+
 __all__ = ["BuiltinModel", "ModelError", "builtin_models", "describe_models", "find_builtin", "near_matches"]
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -41,19 +43,18 @@ class BuiltinModel:
         """Folder of the model, and the name of its GGUF file if it is one.
 
         Raises:
-            ModelError: The package with the weights, or the reader for its format, is not installed.
+            ModelError: The package with the weights is not installed.
+            MissingPackageError: The reader for their format is not installed.
         """
         if self.package is None:
             return _ASSETS / self.name, None
         files = _package_files(self.package)
-        missing = [] if files else [self.package.replace("_", "-")]
-        if importlib.util.find_spec("gguf") is None:
-            missing.append("gguf")
-        if missing:
+        if not files:
             raise ModelError(
-                f"The built-in model {self.name!r} needs the package{'s' if len(missing) > 1 else ''} "
-                f"{' and '.join(missing)}: run pip install 'rco[{self.extra}]'."
+                f"The built-in model {self.name!r} needs {self.package.replace('_', '-')}, which is not installed: "
+                f"run pip install 'rco[{self.extra}]'."
             )
+        require("gguf", f"The built-in model {self.name!r}")
         return files[0].parent, files[0].name
 
 

@@ -17,6 +17,7 @@ from rco.backends.expert_pruning import ExpertPruningBackend
 from rco.backends.gguf_file import ALIGNMENT
 from rco.backends.plan import PRUNED, QuantizationPlan
 from rco.backends.quantization import QuantizationBackend
+from rco.compressors.packing import PackedWeight
 from rco.core.problem import Allocation
 from rco.evaluation.size import average_bits, checkpoint_size, read_headers
 from rco.export.engines import validate_for_engine
@@ -42,11 +43,15 @@ def export_quantized(
     out: Path,
     *,
     overwrite: bool = False,
+    deployed: tuple[LoadedModel, Mapping[str, PackedWeight]] | None = None,
 ) -> dict[str, Any]:
-    """Write quantized weights; what the plan's engine would refuse is refused before anything is written."""
+    """Write quantized weights; what the plan's engine would refuse is refused before anything is written.
+
+    ``deployed`` is what to write, where the backend no longer has its candidates.
+    """
     pruned = PRUNED in planned.backend.choice_of(allocation).values()
     exporter = check_format(format, planned.backend.plan.engine, pruned=pruned)
-    source, weights = planned.backend.deployed(allocation)
+    source, weights = deployed or planned.backend.deployed(allocation)
     if format != "compressed-tensors":
         summary = exporter.export(source, weights, out, overwrite=overwrite)
         found: dict[str, Any] = {"export": summary.to_json()}
@@ -87,17 +92,17 @@ def check_format(format: str, engine: Engine, *, pruned: bool = False) -> Any:
     exporter = make_exporter(format, QuantizationBackend.name)
     if pruned and isinstance(exporter, RecipeExporter):
         raise ValueError(
-            f"The format {format!r} is a recipe for a tool that keeps every expert: leave out --allow-prune, or "
-            "take --format compressed-tensors, dense or none."
+            f"The format {format!r} is a recipe for a tool that keeps every expert: leave out `allow_prune`, or "
+            "take `format='compressed-tensors'`, dense or none."
         )
     if format == "llama.cpp" and not engine.gguf:
         raise ValueError(
-            "llama.cpp has block types of its own, which a search for --serve "
-            f"{engine.name} does not offer: search with --serve llamacpp."
+            "llama.cpp has block types of its own, which a search for "
+            f"`serve='{engine.name}'` does not offer: search with `serve='llamacpp'`."
         )
     if engine.gguf and format == "compressed-tensors":
         raise ValueError(
-            f"llama.cpp loads no compressed-tensors checkpoint; take --format {engine.format}, dense or none."
+            f"llama.cpp loads no compressed-tensors checkpoint; take `format='{engine.format}'`, dense or none."
         )
     return exporter
 
@@ -182,10 +187,24 @@ def export_pruning(
     tokens: Tensor,
     *,
     overwrite: bool = False,
+    pruned: LoadedModel | None = None,
 ) -> dict[str, Any]:
-    """Write the experts that stay; the checkpoint is read back and its logits on ``tokens`` compared."""
+    """Write the experts that stay; the checkpoint is read back and its logits on ``tokens`` compared.
+
+    ``pruned`` is the model without its pruned experts, where the full one is not to be read.
+    """
     exporter = make_exporter(format, planned.backend.name)
-    written = exporter.export(planned.loaded, planned.backend.keep_of(allocation), out, overwrite=overwrite)
+    keep = planned.backend.keep_of(allocation)
+    if pruned is None:
+        written = exporter.export(planned.loaded, keep, out, overwrite=overwrite)
+    else:
+        written = exporter.export(
+            pruned,
+            torch.ones(int(keep.sum())),
+            out,
+            overwrite=overwrite,
+            numbers=planned.backend.kept(allocation),
+        )
     size = checkpoint_size(out)
     return {
         "export": {
@@ -198,7 +217,7 @@ def export_pruning(
             "total_bytes": size["bytes"],
         },
         "certificate": _certify_experts(
-            planned, allocation, out, tokens, size["bytes"], padded=written.shape == "padded"
+            planned, allocation, out, tokens, size["bytes"], pruned, padded=written.shape == "padded"
         ),
     }
 
@@ -209,6 +228,7 @@ def _certify_experts(
     folder: Path,
     tokens: Tensor,
     written_bytes: int,
+    pruned: LoadedModel | None,
     *,
     padded: bool,
 ) -> dict[str, Any]:
@@ -224,8 +244,12 @@ def _certify_experts(
     tokens = tokens.to(planned.loaded.device)
     with computing_in(reloaded.model, backend.compute_dtype), torch.no_grad():
         found = reloaded.model(tokens).logits
-    with backend.apply(allocation):
-        expected = planned.loaded.model(tokens).logits
+    if pruned is None:
+        with backend.apply(allocation):
+            expected = planned.loaded.model(tokens).logits
+    else:
+        with computing_in(pruned.model, backend.compute_dtype), torch.no_grad():
+            expected = pruned.model(tokens).logits
     scale = float(expected.abs().max())
     difference = float((found - expected).abs().max())
     allowed = _TOLERANCE.get(backend.compute_dtype, _LOW_PRECISION_TOLERANCE) * scale

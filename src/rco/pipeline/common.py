@@ -21,7 +21,8 @@ from rco.core.result import SearchResult, StepRecord
 from rco.data.calibration import DataSplits, build_splits
 from rco.data.sources import resolve_source
 from rco.distributed import Ranks, serve, shared
-from rco.models.loading import LoadedModel, load_model
+from rco.models.files import read_config
+from rco.models.loading import LoadedModel, load_model, locate_model, refuse_quantized
 from rco.models.spread import Spread
 from rco.pipeline.configs import CompressConfig
 from rco.pipeline.estimate import Estimate
@@ -68,8 +69,9 @@ class Planned(Generic[BackendT]):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where everything is."""
+    """A finished run: its plan, what was found and measured, and where the files are."""
 
+    planned: Planned[Any]
     folder: Path
     result: SearchResult
     metrics: dict[str, Any]
@@ -92,16 +94,24 @@ class timed:
         self._run.update_metrics({"timings": timings})
 
 
-def run_folder(config: CompressConfig, budget: Budget, prefix: str = "", suffix: str = "") -> Path:
+def run_folder(config: CompressConfig, budget: Budget, prefix: str = "") -> Path:
     """Where a run goes: what the user said, or a name made of model and budget."""
+    suffix = "-uniform" if getattr(config, "uniform", False) else ""
     name = f"{prefix}{Path(config.model).name}-{budget.kind}-{config.requested}{suffix}"
     return config.out or Path("runs") / slug(name)
 
 
-def load_for(config: CompressConfig, ranks: Ranks) -> LoadedModel:
-    """The model on this rank's device, or divided among its GPUs."""
+def load_for(config: CompressConfig, ranks: Ranks, given: LoadedModel | None = None) -> LoadedModel:
+    """The model on this rank's device, or divided among its GPUs; the one that was passed, if any."""
+    if given is not None:
+        return given
     if config.device_map != "none" and config.device != "cuda":
-        raise ValueError(f"--device-map divides a model among GPUs: add --device cuda, got {config.device}.")
+        raise ValueError(
+            f"`device_map` divides a model among GPUs: add `device='cuda'`, got {config.device}."
+        )
+    folder, gguf = locate_model(config.model)
+    if gguf is None:
+        refuse_quantized(read_config(folder), config.model)
     spread = None if config.device_map == "none" else Spread(config.device_map, ranks.gpus)
     return load_model(
         config.model,
@@ -111,9 +121,14 @@ def load_for(config: CompressConfig, ranks: Ranks) -> LoadedModel:
     )
 
 
-def open_run(config: CompressConfig, folder: Path) -> AbstractContextManager[RunDirectory]:
+def open_run(
+    config: CompressConfig, folder: Path, given: LoadedModel | None = None
+) -> AbstractContextManager[RunDirectory]:
     """The run's folder: a new one, or with ``config.resume`` the one that is there."""
-    return (RunDirectory.resume if config.resume else RunDirectory.create)(folder, config.identity())
+    identity = config.identity()
+    if given is not None and given.path is None:  # no name tells one model in memory from another
+        identity["weights"] = given.fingerprint
+    return (RunDirectory.resume if config.resume else RunDirectory.create)(folder, identity)
 
 
 def check_sources(config: CompressConfig) -> None:
@@ -126,7 +141,7 @@ def check_sources(config: CompressConfig) -> None:
 def build_data(config: CompressConfig, tokenizer: Any, spec: str | None = None) -> DataSplits:
     """Search, selection and evaluation text; ``spec`` replaces the calibration text."""
     return build_splits(
-        spec or config.data,
+        spec if spec is not None and spec != str(config.data) else config.data,
         tokenizer,
         search=config.sequences,
         selection=config.selection,

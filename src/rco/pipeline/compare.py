@@ -60,16 +60,16 @@ def parse_methods(text: str) -> list[tuple[str, str, float]]:
             )
         found.append((label, name, value))
     if not found:
-        raise ValueError("--methods names no method; give a list such as rco,evoesap,random.")
+        raise ValueError("`methods` names no method; give a list such as rco,evoesap,random.")
     if len({label for label, _, _ in found}) < len(found):
-        raise ValueError(f"--methods names a method twice: {text}.")
+        raise ValueError(f"`methods` names a method twice: {text}.")
     return found
 
 
 def seeds_of(first: int, count: int) -> list[int]:
     """That many seeds from the first on."""
     if count < 1:
-        raise ValueError(f"--seeds must be at least 1, got {count}.")
+        raise ValueError(f"`seeds` must be at least 1, got {count}.")
     return list(range(first, first + count))
 
 

@@ -37,11 +37,11 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
     )
     sweep: bool = setting(
         False,
-        help="Also draw a front: rco at --sweep-budgets budgets from the lowest to the highest of --bits, each "
+        help="Also draw a front: rco at `sweep_budgets` budgets from the lowest to the highest of `bits`, each "
         "search started from the one before, with a quarter of the allowance.",
         panel="Comparison",
     )
-    sweep_budgets: int = setting(9, help="Budgets of --sweep.", panel="Comparison", least=2)
+    sweep_budgets: int = setting(9, help="Budgets of `sweep`.", panel="Comparison", least=2)
     curves: bool = setting(
         True, help="Judge each search on its way, too, with the first seed.", panel="Comparison"
     )
@@ -55,7 +55,7 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
         if self.prior is not None:
             raise ValueError(
                 f"In a comparison the name of a method says where it starts, such as rco-plain+weight-error or "
-                f"evopress+prior: leave out --prior, got {self.prior}."
+                f"evopress+prior: leave out `prior`, got {self.prior}."
             )
 
     def budget_list(self) -> list[str]:
@@ -66,12 +66,12 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
         """The budgets of a sweep at equal distances, exact decimals, from the lowest to the highest."""
         if self.bits is None:
             raise ValueError(
-                "--sweep needs --bits with the lowest and the highest budget, such as --bits 2.25,4.0."
+                "`sweep` needs `bits` with the lowest and the highest budget, such as `bits='2.25,4.0'`."
             )
         ends = [Budget.parse(bits=part).amount for part in self.budget_list()]
         low, high = min(ends), max(ends)
         if low == high:
-            raise ValueError(f"--sweep needs two different budgets in --bits, got {self.bits}.")
+            raise ValueError(f"`sweep` needs two different budgets in `bits`, got {self.bits}.")
         steps = [low + (high - low) * k / (self.sweep_budgets - 1) for k in range(self.sweep_budgets)]
         # One that is also listed is written as it is there, so that both come under one heading.
         listed = dict(zip(ends, self.budget_list(), strict=True))
@@ -83,7 +83,7 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
         named = [(kind, text) for kind, text in self.budgets().items() if text is not None]
         if len(named) != 1:
             raise ValueError(
-                f"Give one kind of budget, such as --bits 2.25,2.5; got {[k for k, _ in named] or 'none'}."
+                f"Give one kind of budget, such as `bits='2.25,2.5'`; got {[k for k, _ in named] or 'none'}."
             )
         return named[0]
 

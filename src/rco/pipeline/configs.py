@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rco.data.documents import Data
 from rco.settings import check_settings, device_setting, setting
 
 __all__ = [
@@ -43,11 +44,17 @@ class CompressConfig:
 
     model: str = setting(help="Built-in name, local folder or Hub id.")
 
-    out: Path | None = setting(None, help="Folder of the run; default runs/MODEL-BUDGET.", panel="Output")
+    out: Path | None = setting(
+        None,
+        help="Folder of the run, which can be resumed; the command line's default is runs/MODEL-BUDGET.",
+        panel="Output",
+    )
 
-    data: str = setting("builtin", help="Calibration text: files, names, mixtures a+b.", panel="Data")
-    eval_data: str | None = setting(
-        None, help="Evaluation text; default: held-back part of --data.", panel="Data"
+    data: Data = setting(
+        "builtin", help="Calibration text: files, names, mixtures a+b.", panel="Data", flag=str
+    )
+    eval_data: Data | None = setting(
+        None, help="Evaluation text; default: held-back part of `data`.", panel="Data", flag=str | None
     )
     sequences: int = setting(96, help="Sequences for candidates and gradients.", panel="Data", least=1)
     selection: int = setting(16, help="Sequences that choose among candidates.", panel="Data", least=1)
@@ -65,7 +72,7 @@ class CompressConfig:
         positive=True,
     )
     antithetic: bool = setting(
-        False, help="Draw samples in pairs of opposite noise; --samples must be even.", panel="Search"
+        False, help="Draw samples in pairs of opposite noise; `samples` must be even.", panel="Search"
     )
     refine: int | None = setting(
         None, help=f"{_REFINE_HELP}; default {_REFINE}, of rco-plain none.", panel="Search", least=0
@@ -94,14 +101,14 @@ class CompressConfig:
         panel="Machine",
         positive=True,
     )
-    resume: bool = setting(False, help="Continue the run in --out.", panel="Machine")
+    resume: bool = setting(False, help="Continue the run in `out`.", panel="Machine")
 
     def __post_init__(self) -> None:
         check_settings(self)
         if self.searcher == PLAIN and self.refine:
             raise ValueError(
-                f"--searcher {PLAIN} is Algorithm 1 as printed, which ends without exchanges: leave out --refine "
-                f"(got {self.refine}), or use --searcher rco."
+                f"`searcher='{PLAIN}'` is Algorithm 1 as printed, which ends without exchanges: leave out `refine` "
+                f"(got {self.refine}), or use `searcher='rco'`."
             )
 
     @property
@@ -122,9 +129,11 @@ class CompressConfig:
 
     def identity(self) -> dict[str, Any]:
         """What must agree for a run to be resumed."""
-        described = dataclasses.asdict(self)
+        described = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("out", "resume", "graphs", "device_map", "rank_timeout"):
             described.pop(name)
+        for name in ("data", "eval_data"):
+            described[name] = None if described[name] is None else str(described[name])
         described["tau"] = None if self.tau is None else list(self.tau)
         return described
 
@@ -149,7 +158,7 @@ class QuantizeConfig(CompressConfig):
     )
 
     format: str | None = setting(
-        None, help="See `rco ls formats`, or none; default: what --serve reads.", panel="Output"
+        None, help="See `rco ls formats`, or none; default: what `serve` reads.", panel="Output"
     )
     serve: str = setting(
         "any",
@@ -165,7 +174,7 @@ class QuantizeConfig(CompressConfig):
 
     widths: str | None = setting(
         None,
-        help="Bits on offer, e.g. 2,3,4,8; 16 leaves a linear alone. Default: all that --serve takes.",
+        help="Bits on offer, e.g. 2,3,4,8; 16 leaves a linear alone. Default: all that `serve` takes.",
         panel="Candidates",
     )
     group_size: int | None = setting(
@@ -175,7 +184,7 @@ class QuantizeConfig(CompressConfig):
         least=0,
     )
     symmetric: bool | None = setting(
-        None, help="Grid without zero points; default: what --serve needs.", panel="Candidates"
+        None, help="Grid without zero points; default: what `serve` needs.", panel="Candidates"
     )
     method: Literal["gptq", "rtn"] | None = setting(
         None, help="How linears are rounded; default gptq, for llamacpp rtn.", panel="Candidates"
@@ -202,12 +211,12 @@ class QuantizeConfig(CompressConfig):
     )
 
     expert_groups: Literal["expert", "projection", "layer", "layer-projection", "model"] | None = setting(
-        None, help="What shares a width among experts; default: each expert, or what --serve needs.",
+        None, help="What shares a width among experts; default: each expert, or what `serve` needs.",
         panel="Experts",
     )  # fmt: skip
     per_projection: bool = setting(
         False,
-        help="Short for --expert-groups projection: an expert's gate and up, and its down.",
+        help="Short for `expert_groups='projection'`: an expert's gate and up, and its down.",
         panel="Experts",
     )
     allow_prune: bool = setting(
@@ -221,7 +230,7 @@ class QuantizeConfig(CompressConfig):
     )
 
     sensitivity: int = setting(
-        32, help="How many of --sequences the sensitivities use.", panel="Data", least=1
+        32, help="How many of `sequences` the sensitivities use.", panel="Data", least=1
     )
 
     prior: Prior | None = setting(
@@ -279,7 +288,7 @@ class EvaluateConfig:
 
     paths: list[str] = setting(help="Runs, checkpoints, Hub ids or built-in names.")
     reference: str | None = setting(None, help="Full model for KL and recovery.")
-    data: str = setting("builtin", help="Text: files, names, mixtures a+b.")
+    data: Data = setting("builtin", help="Text: files, names, mixtures a+b.", flag=str)
     sequences: int = setting(48, help="Sequences to measure on.", least=1)
     length: int = setting(512, help="Tokens per sequence.", least=2)
     tasks: str | None = setting(
@@ -339,7 +348,9 @@ class PruneConfig(CompressConfig):
         False, help="Fill layers to one count with experts that never win the router.", panel="Output"
     )
 
-    sensitivity: int = setting(28, help="Of the sequences, those for --prior fisher.", panel="Data", least=1)
+    sensitivity: int = setting(
+        28, help="Of the sequences, those for `prior='fisher'`.", panel="Data", least=1
+    )
     evaluation: int = setting(48, help="Sequences that judge the result.", panel="Data", least=1)
     length: int = setting(256, help="Tokens per sequence.", panel="Data", least=2)
     by_domain: bool = setting(
@@ -469,7 +480,7 @@ class AblationConfig:
     workers: int = setting(1, help="Processes; each loads the model.", panel="Machine", least=1)
     threads: int = setting(1, help="Threads of each process.", panel="Machine", least=1)
     resume: bool = setting(
-        False, help="Keep what --out holds and run what is missing; seeds and sweeps may be added.",
+        False, help="Keep what `out` holds and run what is missing; seeds and sweeps may be added.",
         panel="Machine",
     )  # fmt: skip
 

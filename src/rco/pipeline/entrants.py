@@ -42,7 +42,7 @@ class Allowance:
                 found[name.strip()] = 0.0
         if not set(found) <= {"tokens", "seconds"} or min(found.values()) <= 0:
             raise ValueError(
-                f"--allowance takes tokens=NUMBER, seconds=NUMBER or both with a comma between them, got {text!r}."
+                f"`allowance` takes tokens=NUMBER, seconds=NUMBER or both with a comma between them, got {text!r}."
             )
         tokens = found.get("tokens")
         return cls(int(tokens) if tokens is not None else None, found.get("seconds"))

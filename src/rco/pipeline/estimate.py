@@ -110,8 +110,8 @@ def choose_residency(
     devices = {parameter.device for parameter in loaded.model.parameters()}
     if len(devices) > 1 and config.memory == "offload":
         raise ValueError(
-            "--memory offload streams to one GPU, and this model is spread over several devices; "
-            "leave --memory out, which keeps every linear's candidates beside it."
+            "`memory='offload'` streams to one GPU, and this model is spread over several devices; "
+            "leave `memory` out, which keeps every linear's candidates beside it."
         )
     if loaded.device.type != "cuda" or len(devices) > 1:
         return "resident", needed(False)
@@ -124,11 +124,11 @@ def choose_residency(
         return "resident", resident
     if offload.peak <= free:
         return "offload", offload
-    advice = "" if config.checkpointing else "; --checkpointing needs less"
+    advice = "" if config.checkpointing else "; `checkpointing=True` needs less"
     raise ValueError(
         f"The search needs about {offload.peak / 2**30:.1f} GiB of GPU memory even with its candidates in host "
-        f"memory, and {free / 2**30:.1f} GiB are free{advice}, as do a shorter --length and a smaller "
-        "--batch-size. --memory offload tries all the same."
+        f"memory, and {free / 2**30:.1f} GiB are free{advice}, as do a shorter `length` and a smaller "
+        "`batch_size`. `memory='offload'` tries all the same."
     )
 
 

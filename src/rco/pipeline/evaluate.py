@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from rco.data.calibration import CalibrationSet, build_calibration
@@ -13,30 +13,33 @@ from rco.evaluation.size import checkpoint_size
 from rco.evaluation.states import ReferenceStates
 from rco.evaluation.statistics import EvaluationError, recovery
 from rco.evaluation.tasks import Task, evaluate_task, load_task
+from rco.models.load import checkpoint_of
 from rco.models.loading import LoadedModel, load_model
 from rco.models.precision import computing_in, default_compute_dtype
 from rco.pipeline.configs import EvaluateConfig
 from rco.pipeline.progress import Progress, Silent
 
-__all__ = ["HEADLINES", "checkpoint_of", "evaluate", "headline", "measure_tasks", "read_tasks"]
+__all__ = ["HEADLINES", "evaluate", "headline", "measure_tasks", "read_tasks"]
 
 # What a task is judged by, in the order of preference; the two spellings of pass@1 are HumanEval's and MBPP's.
 HEADLINES = ("acc", "pass@1", "pass_at_1", "exact_match")
 
 
-def checkpoint_of(path: str) -> str:
-    """The checkpoint of a run's folder; anything else is taken as it is."""
-    folder = Path(path)
-    if (folder / "allocation.json").is_file() and (folder / "model").is_dir():
-        return str(folder / "model")
-    return path
+def evaluate(
+    config: EvaluateConfig,
+    progress: Progress | None = None,
+    given: Mapping[str, LoadedModel] | None = None,
+) -> list[dict[str, Any]]:
+    """One row per model, the reference first.
 
-
-def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> list[dict[str, Any]]:
-    """One row per model, the reference first."""
-    progress = progress or Silent()
+    Args:
+        config: What to measure on which models.
+        progress: Who is told.
+        given: Models in memory, by the names that ``config`` has for them.
+    """
+    progress, given = progress or Silent(), given or {}
     read_tasks(config.tasks, config.limit)
-    names = [checkpoint_of(path) for path in config.paths]
+    names = [path if path in given else str(checkpoint_of(path)) for path in config.paths]
     if config.reference is not None:
         names = [config.reference, *(name for name in names if name != config.reference)]
     count = progress.stage("evaluation")
@@ -45,7 +48,7 @@ def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> list[d
     rows: list[dict[str, Any]] = []
     count(0, len(names))
     for position, name in enumerate(names):
-        loaded = load_model(name, dtype=config.dtype, device=config.device)
+        loaded = given.get(name) or load_model(name, dtype=config.dtype, device=config.device)
         with computing_in(loaded.model, default_compute_dtype(loaded.device, loaded.dtype)):
             mine = build_calibration(
                 config.data,

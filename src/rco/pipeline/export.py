@@ -33,7 +33,7 @@ def plan_export(config: ExportConfig) -> tuple[Planned[Any], Allocation, Path]:
     run = RunDirectory.open(config.run)
     kind = run.metrics.get("kind")
     if not run.finished or kind is None:
-        raise RunError(f"{config.run} is not finished: continue it with --resume, then export.")
+        raise RunError(f"{config.run} is not finished: continue it with `resume=True`, then export.")
     make_exporter(config.format, kind)
     planned: Planned[Any]
     if kind == QuantizationBackend.name:

@@ -1,15 +1,53 @@
-"""How a long job tells whoever started it where it stands."""
+"""Progress of a long job: bars on a terminal, lines in a log, or calls of a function.
+
+Stages are ``candidates``, ``sensitivities``, ``scores``, ``search``, ``refine``, ``evaluation``, ``export``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import rich.progress
+from rich.console import Console
 
 from rco.core.result import StepRecord
 
-__all__ = ["Progress", "Silent"]
+__all__ = [
+    "BarProgress",
+    "Calls",
+    "LineProgress",
+    "Progress",
+    "ProgressEvent",
+    "Silent",
+    "follow",
+    "make_progress",
+]
 
 
+@dataclass(frozen=True)
+class ProgressEvent:
+    """What a progress function is called with.
+
+    Attributes:
+        stage: The stage of the job; empty for a message.
+        done: Parts of the stage that are done, or steps of the search.
+        total: All parts of the stage.
+        text: The message, or a line about the step.
+        record: The step of the search, in the stages ``search`` and ``refine``.
+    """
+
+    stage: str = ""
+    done: int = 0
+    total: int = 0
+    text: str = ""
+    record: StepRecord | None = None
+
+
+@runtime_checkable
 class Progress(Protocol):
     """Receives stages, counts within a stage, search steps and messages."""
 
@@ -38,3 +76,151 @@ class Silent:
 
     def message(self, text: str) -> None:
         """Ignore it."""
+
+
+class Calls:
+    """Calls a function with a :class:`ProgressEvent` each time."""
+
+    def __init__(self, function: Callable[[ProgressEvent], object]) -> None:
+        self._function = function
+
+    def stage(self, name: str) -> Callable[[int, int], None]:
+        """A call for every part of the stage that is done."""
+
+        def count(done: int, total: int) -> None:
+            self._function(ProgressEvent(name, done, total))
+
+        return count
+
+    def step(self, record: StepRecord, spent: str = "") -> None:
+        """A call for every step."""
+        text = _search_text(record, spent)
+        self._function(ProgressEvent(record.phase, record.step, record.steps, text, record))
+
+    def message(self, text: str) -> None:
+        """A call with the text alone."""
+        self._function(ProgressEvent(text=text))
+
+
+@contextmanager
+def follow(progress: bool | Progress | Callable[[ProgressEvent], object]) -> Iterator[Progress]:
+    """The progress that a caller asked for: True shows it on stderr, False does not, a function is called.
+
+    Raises:
+        TypeError: It is none of these.
+    """
+    if isinstance(progress, bool):
+        with make_progress(quiet=not progress) as shown:
+            yield shown
+    elif isinstance(progress, Progress):
+        yield progress
+    elif callable(progress):
+        yield Calls(progress)
+    else:
+        raise TypeError(
+            f"`progress` must be True, False, or a function of one ProgressEvent, got {progress!r} "
+            f"({type(progress).__name__})."
+        )
+
+
+def make_progress(quiet: bool = False) -> BarProgress | LineProgress:
+    """Bars on a terminal, occasional lines elsewhere, nothing when quiet."""
+    console = Console(stderr=True, quiet=quiet, highlight=False)
+    return BarProgress(console) if console.is_terminal and not quiet else LineProgress(console)
+
+
+def _search_text(record: StepRecord, spent: str) -> str:
+    parts = [f"loss {record.loss:.4g}"]
+    if spent:
+        parts.append(spent)
+    if record.entropy is not None:
+        parts.append(f"entropy {record.entropy:.2f}")
+    if record.decided is not None:
+        parts.append(f"{record.decided} decided")
+    if record.temperature is not None:
+        parts.append(f"tau {record.temperature:.3g}")
+    return ", ".join(parts)
+
+
+class BarProgress:
+    """Bars for people who watch."""
+
+    def __init__(self, console: Console) -> None:
+        self._bars = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description:<14}"),
+            rich.progress.BarColumn(),
+            rich.progress.TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TimeRemainingColumn(),
+            rich.progress.TextColumn("{task.fields[note]}"),
+            console=console,
+        )
+        self._tasks: dict[str, rich.progress.TaskID] = {}
+
+    def __enter__(self) -> BarProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def _set(self, name: str, done: int, total: int, note: str = "") -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=total, note=note)
+        self._bars.update(self._tasks[name], completed=done, total=total, note=note)
+
+    def stage(self, name: str) -> Callable[[int, int], None]:
+        """A bar of its own."""
+        return lambda done, total: self._set(name, done, total)
+
+    def step(self, record: StepRecord, spent: str = "") -> None:
+        """The search's bar, or the refinement's."""
+        self._set(record.phase, record.step, record.steps, _search_text(record, spent))
+
+    def message(self, text: str) -> None:
+        """A line above the bars."""
+        self._bars.console.print(text)
+
+
+class LineProgress:
+    """A line now and then, for logs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._shown: dict[str, int] = {}
+
+    def __enter__(self) -> LineProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.stderr.flush()
+
+    def _due(self, name: str, done: int, total: int) -> bool:
+        tenth = 10 * done // max(total, 1)
+        if self._shown.get(name) == tenth:
+            return False
+        self._shown[name] = tenth
+        return True
+
+    def stage(self, name: str) -> Callable[[int, int], None]:
+        """A line at every tenth."""
+
+        def count(done: int, total: int) -> None:
+            if self._due(name, done, total):
+                self.message(f"{name}: {done}/{total}")
+
+        return count
+
+    def step(self, record: StepRecord, spent: str = "") -> None:
+        """A line at every tenth of the search."""
+        if not self._due(record.phase, record.step, record.steps):
+            return
+        text = f"{record.phase}: {record.step}/{record.steps}, {_search_text(record, spent)}"
+        if record.seconds and record.step < record.steps:
+            left = record.seconds / record.step * (record.steps - record.step)
+            text += f", about {left:.0f} s left"
+        self.message(text)
+
+    def message(self, text: str) -> None:
+        """The line itself, however long."""
+        self._console.print(text, soft_wrap=True)

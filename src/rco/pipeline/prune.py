@@ -19,6 +19,7 @@ from rco.core.problem import Allocation, InfeasibleBudgetError
 from rco.core.result import SearchResult
 from rco.data.calibration import CalibrationSet, DataSplits
 from rco.distributed import Ranks, join
+from rco.models.loading import LoadedModel
 from rco.models.moe_prune import keep_plan
 from rco.models.precision import compute_dtype
 from rco.pipeline.checkpoints import export_pruning
@@ -74,20 +75,26 @@ def parse_budget(config: PruneConfig) -> Budget:
     budget = Budget.parse(**config.budgets())
     if budget.kind == "experts" and budget.amount >= 1 and not str(config.experts).strip().isdigit():
         raise ValueError(
-            f"--experts is a fraction between 0 and 1 or a whole number of experts, got {config.experts}."
+            f"`experts` is a fraction between 0 and 1 or a whole number of experts, got {config.experts}."
         )
     return budget
 
 
 def plan_pruning(
-    config: PruneConfig, progress: Progress | None = None, ranks: Ranks | None = None
+    config: PruneConfig,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
+    given: LoadedModel | None = None,
 ) -> PlannedPruning:
-    """Load the model, form the problem, and refuse what cannot work, before anything expensive."""
+    """Load the model, form the problem, and refuse what cannot work, before anything expensive.
+
+    ``given`` is used in place of the model that ``config`` names.
+    """
     budget = parse_budget(config)
     configured_searcher(config)
     check_sources(config)
     ranks = ranks or Ranks()
-    loaded = load_for(config, ranks)
+    loaded = load_for(config, ranks, given)
     backend = ExpertPruningBackend(
         loaded,
         uniform=config.uniform,
@@ -110,28 +117,36 @@ def plan_pruning(
     if config.padded:
         obstacle = keep_plan(loaded.model, torch.ones(len(backend.names))).pad_obstacle
         if obstacle is not None:
-            raise ValueError(f"--padded is not possible here: {obstacle}.")
-    folder = run_folder(config, budget, suffix="-uniform" if config.uniform else "")
+            raise ValueError(f"`padded` is not possible here: {obstacle}.")
+    folder = run_folder(config, budget)
     return PlannedPruning(
         loaded, backend, problem, budget, folder, estimate_pruning(backend, config), ranks=ranks
     )
 
 
-def prune(config: PruneConfig, progress: Progress | None = None) -> Outcome | None:
-    """Run the whole job; with ``config.resume``, the rest of it. None on a rank that only helps rank 0."""
+def prune(
+    config: PruneConfig,
+    progress: Progress | None = None,
+    given: LoadedModel | None = None,
+    *,
+    checkpoint: bool = True,
+) -> Outcome | None:
+    """Run the whole job, as :func:`rco.pipeline.quantize.quantize` does."""
     progress = progress or Silent()
     with join(config.rank_timeout) as ranks:
-        planned = plan_pruning(config, progress, ranks)
+        planned = plan_pruning(config, progress, ranks, given)
         data = build_data(config, planned.loaded.tokenizer)
         ranks.require_same("model or data", (planned.loaded.fingerprint, data.search.fingerprint))
         if ranks.first:
-            return _lead(config, planned, data, progress)
+            return _lead(config, planned, data, progress, checkpoint)
         assist(config, planned, data)
         return None
 
 
-def _lead(config: PruneConfig, planned: PlannedPruning, data: DataSplits, progress: Progress) -> Outcome:
-    with open_run(config, planned.folder) as run:
+def _lead(
+    config: PruneConfig, planned: PlannedPruning, data: DataSplits, progress: Progress, checkpoint: bool
+) -> Outcome:
+    with open_run(config, planned.folder, planned.loaded) as run:
         run.write_problem(planned.problem)
         _score(planned.backend, data.search, run)
         result = search_stage(config, planned, data, planned.backend.beliefs, run, progress)
@@ -140,9 +155,9 @@ def _lead(config: PruneConfig, planned: PlannedPruning, data: DataSplits, progre
         if config.by_domain:
             _by_domain(config, planned, data, run, progress)
         planned.ranks.dismiss()
-        checkpoint = _export(config, planned, data, result, run, progress)
+        written = _export(config, planned, data, result, run, progress) if checkpoint else None
         report = build_report([run], run.folder / "report.html")
-        return Outcome(run.folder, result, run.metrics, report, checkpoint)
+        return Outcome(planned, run.folder, result, run.metrics, report, written)
 
 
 # ------------------------------------------------------------------------ stages

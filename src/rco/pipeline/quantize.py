@@ -69,14 +69,20 @@ _IMPQ_WIDTHS = (2, 4)  # as in its paper
 
 
 def plan_quantization(
-    config: QuantizeConfig, progress: Progress | None = None, ranks: Ranks | None = None
+    config: QuantizeConfig,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
+    given: LoadedModel | None = None,
 ) -> PlannedQuantization:
-    """Load the model, form groups and problem, and refuse what cannot work, before anything expensive."""
+    """Load the model, form groups and problem, and refuse what cannot work, before anything expensive.
+
+    ``given`` is used in place of the model that ``config`` names.
+    """
     budget = Budget.parse(**config.budgets())
     configured_searcher(config)
     check_sources(config)
     ranks = ranks or Ranks()
-    loaded = load_for(config, ranks)
+    loaded = load_for(config, ranks, given)
     computing = compute_dtype(config.compute, loaded.device, loaded.dtype)
     # Costs of active bits come from data, and so does what must not be pruned.
     visits = None
@@ -128,7 +134,8 @@ def plan_groups(
     engine = find_engine(config.serve)
     if engine.gguf and config.group_size is not None:
         raise ValueError(
-            f"--serve {engine.name}: a block type has groups of its own (16 or 32 weights); leave out --group-size."
+            f"`serve='{engine.name}'`: a block type has groups of its own (16 or 32 weights); leave out "
+            "`group_size`."
         )
     return make_plan(
         loaded.layout,
@@ -157,17 +164,30 @@ def impq_pair(widths: Sequence[int], problem: AllocationProblem) -> tuple[int, i
     return (low, high) if between and problem.allowed[:, [low, high]].all() else None
 
 
-def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Outcome | None:
-    """Run the whole job; with ``config.resume``, the rest of it. None on a rank that only helps rank 0."""
+def quantize(
+    config: QuantizeConfig,
+    progress: Progress | None = None,
+    given: LoadedModel | None = None,
+    *,
+    checkpoint: bool = True,
+) -> Outcome | None:
+    """Run the whole job; with ``config.resume``, the rest of it. None on a rank that only helps rank 0.
+
+    Args:
+        config: What to do.
+        progress: Who is told.
+        given: A model in memory, in place of the one that ``config`` names.
+        checkpoint: Whether the run's folder gets a checkpoint.
+    """
     progress = progress or Silent()
     with join(config.rank_timeout) as ranks:
-        planned = plan_quantization(config, progress, ranks)
+        planned = plan_quantization(config, progress, ranks, given)
         progress.message(_expectation(planned))
         # Text or candidates that do not fit are found before the run has a folder.
         data = build_data(config, planned.loaded.tokenizer)
         planned.backend.check_store(data.search)
         if ranks.first:
-            return _lead(config, planned, data, progress)
+            return _lead(config, planned, data, progress, checkpoint)
         assist(
             config,
             planned,
@@ -181,10 +201,14 @@ def quantize(config: QuantizeConfig, progress: Progress | None = None) -> Outcom
 
 
 def _lead(
-    config: QuantizeConfig, planned: PlannedQuantization, data: DataSplits, progress: Progress
+    config: QuantizeConfig,
+    planned: PlannedQuantization,
+    data: DataSplits,
+    progress: Progress,
+    checkpoint: bool,
 ) -> Outcome:
     backend, ranks = planned.backend, planned.ranks
-    with open_run(config, planned.folder) as run:
+    with open_run(config, planned.folder, planned.loaded) as run:
         run.write_problem(planned.problem)
         with timed(run, "candidates"):
             backend.look_at_routing(data.search)
@@ -210,9 +234,9 @@ def _lead(
         run.update_metrics(_describe(config, planned, result, sensitivities))
         judge_all(planned, data, _allocations_to_judge(planned, result, sensitivities), result, run, progress)
         ranks.dismiss()
-        checkpoint = _export(config, planned, result, run, progress)
+        written = _export(config, planned, result, run, progress) if checkpoint else None
         report = build_report([run], run.folder / "report.html")
-        return Outcome(run.folder, result, run.metrics, report, checkpoint)
+        return Outcome(planned, run.folder, result, run.metrics, report, written)
 
 
 # ------------------------------------------------------------------------ stages
@@ -395,12 +419,12 @@ def _parse_widths(text: str) -> Sequence[int]:
     try:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise ValueError(f"--widths is a list such as 2,3,4,8,16, got {text!r}.") from None
+        raise ValueError(f"`widths` is a list such as 2,3,4,8,16, got {text!r}.") from None
 
 
 def _expert_groups(config: QuantizeConfig) -> ExpertGroups | None:
     if config.per_projection and config.expert_groups not in (None, "projection"):
         raise ValueError(
-            f"--per-projection contradicts --expert-groups {config.expert_groups}; give one of them."
+            f"`per_projection` contradicts `expert_groups='{config.expert_groups}'`; give one of them."
         )
     return "projection" if config.per_projection else config.expert_groups

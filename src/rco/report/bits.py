@@ -11,7 +11,7 @@ from rco.report.data import GroupWidth
 from rco.report.markup import Markup, element, fragment
 from rco.report.numbers import count, percent, plural
 
-__all__ = ["bit_map", "level", "width_shares"]
+__all__ = ["bit_map", "level", "width_grid", "width_shares"]
 
 _LEVELS = (2, 3, 4, 5, 6, 7, 8, 16)  # the widths that have a colour of their own in the style sheet
 _MOST_COLUMNS = 36
@@ -59,7 +59,7 @@ def _average(groups: Iterable[GroupWidth]) -> float:
 
 def bit_map(groups: Sequence[GroupWidth]) -> Markup:
     """Every group's width; one rectangle spans the kinds that share a width by a tie."""
-    grid, kinds, loose = _grid(groups)
+    grid, kinds, loose = width_grid(groups)
     blocks = sorted(grid)
     pieces: list[Markup] = []
     if blocks:
@@ -100,7 +100,7 @@ def bit_map(groups: Sequence[GroupWidth]) -> Markup:
     return fragment(pieces)
 
 
-def _grid(
+def width_grid(
     groups: Sequence[GroupWidth],
 ) -> tuple[dict[int, dict[str, _Cell]], list[str], list[GroupWidth]]:
     """Cells by block and kind, the kinds in the order in which they appear, and groups outside the blocks."""

@@ -106,7 +106,7 @@ def make_sweeps(
     if unknown:
         raise ValueError(f"Unknown sweeps {', '.join(unknown)}; there are {', '.join(SWEEPS)}.")
     if seeds < 1:
-        raise ValueError(f"--seeds must be at least 1, got {seeds}.")
+        raise ValueError(f"`seeds` must be at least 1, got {seeds}.")
     if centre.steps < 4 or centre.samples < 4 or centre.samples % 4 or centre.steps % 4:
         raise ValueError(
             "The sweeps quarter the centre's steps and samples: both must be multiples of 4, got "
@@ -149,7 +149,7 @@ def _revalued(sweep: Sweep, text: str, centre: Loop, seeds: tuple[int, ...]) -> 
     if any(min(loop.samples, loop.steps, loop.lr, loop.tau, loop.sequences) <= 0 for loop in loops):
         raise ValueError(f"{sweep.name}={text}: all values must be positive.")
     if any(loop.sequences > centre.sequences for loop in loops):
-        raise ValueError(f"{sweep.name}={text}: there are {centre.sequences} sequences; raise --sequences.")
+        raise ValueError(f"{sweep.name}={text}: there are {centre.sequences} sequences; raise `sequences`.")
     if sweep.name == "equal-compute":
         ordered = sorted(loops, key=lambda loop: (loop.samples, loop.steps))
         labels = [f"g={loop.samples}, T={loop.steps}" for loop in ordered]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rco.folders import atomic_path, make_folder
+from rco.requirements import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,12 +22,9 @@ def figure_class() -> type[Figure]:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            'Figures need matplotlib: pip install "rco[plot]", or ask for no figures.'
-        ) from error
+    require("matplotlib", "Drawing")
+    from matplotlib.figure import Figure
+
     return Figure
 
 
