@@ -12,7 +12,7 @@ from typing import Literal, overload
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
+from scipy.optimize import lsq_linear
 from torch import Tensor
 
 from rco.core.expected_cost import ExpectedCost, LocalCost
@@ -240,8 +240,7 @@ class BudgetManifold:
             per_group = held if cost.blocks is None else held[cost.blocks]
             normal = torch.where(per_group[:, None], local.normal, 0.0)  # a zero normal removes nothing
             return self._without_normals(normal, v, none, none)[0], held
-        projected, factors = _onto_cone(_unit_rows(local.normal.flatten(1)[binding]), v)
-        held[binding] = factors > 0
+        projected, held[binding] = _onto_cone(_unit_rows(local.normal.flatten(1)[binding]), v)
         return projected, held
 
     @torch.no_grad()
@@ -374,15 +373,20 @@ def _unit_rows(rows: Tensor) -> Tensor:
 
 
 def _onto_cone(rows: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The vector nearest to ``v`` whose inner product with no row is negative, and the rows' factors in it.
+    """The vector nearest to ``v`` whose inner product with no row is negative; and the rows (booleans) it leans on.
 
-    By Moreau's decomposition it is ``v`` plus the non-negative combination of rows nearest to ``-v``.
+    By Moreau's decomposition it is ``v`` plus the non-negative combination of rows nearest to ``-v``: non-negative
+    least squares, for which bounded-variable least squares is the more dependable of scipy's two solvers.
     """
-    vector, total = v.flatten(), v.new_zeros(len(rows))
-    for _ in range(2):  # the second pass removes what rounding left in the first
-        factors = torch.from_numpy(nnls(rows.T.numpy(), -vector.numpy())[0])
-        vector, total = vector + factors @ rows, total + factors
-    return vector.view_as(v), total
+    vector = v.flatten()
+    held = rows @ vector < 0
+    if bool(held.any()) and len(rows) > 1:
+        basis, small = torch.linalg.qr(rows.T)
+        solution = lsq_linear(
+            small.numpy(), -(basis.T @ vector).numpy(), bounds=(0.0, np.inf), method="bvls", tol=1e-15
+        )
+        held = torch.from_numpy(solution.x > 0.0)
+    return (_remove(rows[held], vector) if bool(held.any()) else vector).view_as(v), held
 
 
 def _remove(rows: Tensor, vector: Tensor) -> Tensor:
