@@ -118,7 +118,7 @@ def prior_of(settings, backend, data, problem, seed):
         part = data.select(slice(0, settings.sensitivity))
         write_tensors_atomic(path, {"d": fisher_differences(backend, part, seed=seed)}, shared=True)
     losses = second_order(backend, load_file(path)["d"]).losses
-    return logits_from_losses(losses, problem, settings.config().prior_strength)
+    return logits_from_losses(losses, problem, settings.config().strength)
 
 
 def searcher_of(settings, method, own, seed):
