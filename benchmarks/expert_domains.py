@@ -86,9 +86,10 @@ class Settings:
 
 def run_part(settings, model, experts, calibration, allocation, seed):
     """Search and judge; one line of the file of parts. The full model is a part without a budget."""
-    from rco.pipeline.common import build_data, make_searcher, search_settings
+    from rco.pipeline.common import build_data
     from rco.pipeline.judge import Judge
     from rco.pipeline.prune import plan_pruning
+    from rco.pipeline.searchers import configured_searcher
 
     began = time.perf_counter()
     full = allocation == "full"
@@ -99,7 +100,7 @@ def run_part(settings, model, experts, calibration, allocation, seed):
     chosen, entry = None, {}
     if not full:
         backend.prepare(data.search)
-        searcher = make_searcher(config.searcher, search_settings(config))
+        searcher = configured_searcher(config)
         with backend.objective(data.search, data.selection) as objective:
             result = searcher.search(problem, objective, prior=backend.prior())
         chosen = result.allocation

@@ -37,7 +37,7 @@ def errors_by_sequences(differences, relative, repeats, rng):
 def main():
     from rco.backends.base import Budget
     from rco.backends.sensitivity import fisher_differences, predicted_losses
-    from rco.core.process import knapsack
+    from rco.core.knapsack import solve_mckp
     from rco.core.refine import spend
     from rco.pipeline.common import build_data
     from rco.pipeline.configs import QuantizeConfig
@@ -70,7 +70,7 @@ def main():
             row = {"bits": amount, "sequences": count}
             for name, errors in (("plain", None), ("pooled", relative)):
                 values = -predicted_losses(differences[:count], errors).numpy()
-                choices = spend(problem, knapsack(values, problem), values)
+                choices = spend(problem, solve_mckp(values, problem).allocation, values)
                 row[name] = judge.row(name, problem.allocation(choices), problem)["kl"]
             knapsacks.append(row)
             print(row, flush=True)

@@ -118,7 +118,7 @@ def prior_of(settings, backend, data, problem, seed):
         part = data.select(slice(0, settings.sensitivity))
         write_tensors_atomic(path, {"d": fisher_differences(backend, part, seed=seed)}, shared=True)
     losses = second_order(backend, load_file(path)["d"]).losses
-    return logits_from_losses(losses, problem, settings.config().prior_strength)
+    return logits_from_losses(losses, problem, settings.config().strength)
 
 
 def searcher_of(settings, method, own, seed):
@@ -298,6 +298,36 @@ def table_of(entries):
     return rows
 
 
+def ratios_of(entries):
+    """KL relative to RCO's with the same budget, seed, start and end: geometric means over budgets and seeds."""
+    rows = []
+    known = {(e["bits"], e["method"], e["start"], e["seed"]): e["ends"] for e in entries}
+    cases = dict.fromkeys((start, method) for _, method, start, _ in known if method != "rco-plain")
+    for (start, method), end in itertools.product(cases, ENDS):
+        by_seed = {}
+        for (bits, other, begun, seed), ends in known.items():
+            rco = known.get((bits, "rco-plain", start, seed))
+            if (other, begun) == (method, start) and rco is not None:
+                by_seed.setdefault(seed, []).append(ends[end]["kl"] / rco[end]["kl"])
+        ratios = [ratio for found in by_seed.values() for ratio in found]
+        if not ratios:
+            continue
+        # Budgets of a seed share their noise: the error is that of the seeds' means.
+        center, error = mean([statistics.fmean(map(math.log, found)) for found in by_seed.values()])
+        rows.append(
+            {
+                "start": start,
+                "end": end,
+                "method": method,
+                "ratio": math.exp(center),
+                "ratio_error": error * math.exp(center),
+                "above": sum(ratio > 1 for ratio in ratios),
+                "pairs": len(ratios),
+            }
+        )
+    return rows
+
+
 def mean(values):
     """Mean and standard error."""
     values = list(values)
@@ -319,6 +349,7 @@ def merge(arguments):
         "core_minutes": sum(line["wall_seconds"] for line in lines.values()) / 60,
         "tuning": trials(arguments.tuning) if arguments.tuning else [],
         "rows": table_of(entries),
+        "ratios": ratios_of(entries),
         "runs": entries,
     }
     write_json_atomic(arguments.out, report)

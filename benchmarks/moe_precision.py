@@ -169,8 +169,8 @@ def run_part(settings, model, bits, seed, method):
     import numpy as np
 
     from rco.backends.sensitivity import logits_from_losses, second_order
-    from rco.pipeline.common import make_searcher, search_settings
     from rco.pipeline.judge import Judge
+    from rco.pipeline.searchers import configured_searcher
 
     began = time.perf_counter()
     config = settings.config(model, bits, seed, method)
@@ -192,8 +192,8 @@ def run_part(settings, model, bits, seed, method):
         else:
             found = second_order(backend, *_sensitivities(settings, model, seed, backend, data.search))
             backend.curvature = found.curvature
-            prior, proxy = logits_from_losses(found.losses, problem, config.prior_strength), found.losses
-        searcher = make_searcher(config.searcher, search_settings(config))
+            prior, proxy = logits_from_losses(found.losses, problem, config.strength), found.losses
+        searcher = configured_searcher(config)
         with backend.objective(data.search, data.selection) as objective:
             if table is not None:
                 objective.layer_errors = table

@@ -481,25 +481,30 @@ def manifold_value():
         *tuned_settings(data["tuning"]),
     ]
     for start, title in (("zeros", "Initial logits of zero"), ("prior", "Initial logits from RCO's prior")):
-        rows = [row for row in data["rows"] if row["start"] == start]
+        rows, ratios = ([row for row in data[name] if row["start"] == start] for name in ("rows", "ratios"))
         if rows:
-            lines += [f"## {title}", "", *above_rco(rows), "", *manifold_table(rows), ""]
+            lines += [f"## {title}", "", *above_rco(rows, ratios), "", *manifold_table(rows), ""]
     return lines
 
 
-def above_rco(rows):
-    """How far every method is above ``rco-plain`` that ends alike, a column per budget."""
+def above_rco(rows, ratios):
+    """How far every method is above ``rco-plain`` that ends alike, a column per budget, and over all of them."""
     budgets = sorted({row["bits"] for row in rows}, key=float)
     known = {(row["end"], row["method"], row["bits"]): row for row in rows if "above_rco" in row}
     lines = [
-        "KL less that of `rco-plain` with the same end and seed, mean ± standard error:",
+        "KL less that of `rco-plain` with the same end and seed, mean ± standard error. Last columns: KL relative "
+        "to `rco-plain`'s, geometric mean over budgets and seeds, and the pairs in which it is higher.",
         "",
-        f"| end | method | {' | '.join(f'{bits} bits' for bits in budgets)} |",
-        "|---|---|" + "---:|" * len(budgets),
+        f"| end | method | {' | '.join(f'{bits} bits' for bits in budgets)} | all budgets | higher in |",
+        "|---|---|" + "---:|" * (len(budgets) + 2),
     ]
+    overall = {(row["end"], row["method"]): row for row in ratios}
     for end, method in dict.fromkeys(key[:2] for key in known):
         found = [known.get((end, method, bits)) for bits in budgets]
         cells = [f"{row['above_rco']:+.5f} ± {row['above_rco_error']:.5f}" if row else "" for row in found]
+        total = overall[end, method]
+        cells += [f"{100 * (total['ratio'] - 1):+.1f} ± {100 * total['ratio_error']:.1f} %"]
+        cells += [f"{total['above']} of {total['pairs']}"]
         lines.append(f"| {end} | `{method}` | {' | '.join(cells)} |")
     return lines
 

@@ -1,16 +1,28 @@
-"""Benchmarks that are made of parts: what is done is kept, what is missing is run, what differs is refused."""
+"""Benchmarks fit the package; parts that are done are kept, missing ones are run, other settings are refused."""
 
+import ast
+import importlib
 import json
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
+
+from rco.backends.sensitivity import logits_from_losses, predicted_losses
+from rco.core.problem import AllocationProblem
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 SETTINGS = {"length": 3}
 
 
 @pytest.fixture
 def parts(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     import parts
 
     return parts
@@ -63,3 +75,28 @@ def test_files_of_the_same_settings_are_put_together(parts, tmp_path):
         parts.merge_parts([one, write("three", {"length": 9})])
     with pytest.raises(SystemExit, match="no parts"):
         parts.merge_parts([tmp_path / "none"])
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
+def test_what_a_benchmark_imports_is_there(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rco":
+            module = importlib.import_module(node.module)
+            for name in node.names:
+                assert hasattr(module, name.name) or find_spec(f"{node.module}.{name.name}"), name.name
+
+
+def test_the_prior_of_the_manifold_study_is_the_one_that_quantizing_starts_from(parts, tmp_path, monkeypatch):
+    study = importlib.import_module("manifold_value")
+    numbers = dict.fromkeys(("steps", "samples", "refine", "sequences", "selection", "evaluation"), 1)
+    settings = study.Settings(
+        model="tiny-llama", work=str(tmp_path), sensitivity=4, length=8, device="cpu", **numbers
+    )
+    differences = torch.randn(4, 3, 2, dtype=torch.float64)
+    save_file({"d": differences}, tmp_path / "sensitivities-5-4-8.safetensors")
+    errors = torch.rand(3, 2, dtype=torch.float64) + 0.1
+    problem = AllocationProblem(np.array([[1, 2]] * 3), 4)
+    found = study.prior_of(settings, SimpleNamespace(relative_errors=lambda: errors), None, problem, 5)
+    wanted = logits_from_losses(predicted_losses(differences, errors), problem, settings.config().strength)
+    assert torch.equal(found, wanted)
+    assert float(found.abs().max()) > 0

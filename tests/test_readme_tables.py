@@ -157,20 +157,24 @@ def test_the_manifold_is_compared_seed_by_seed_and_end_by_end(tables, manifold_s
         assert row["above_rco"] == pytest.approx(0.01 if end == "printed" else 0.0)
         assert row["above_rco_error"] == pytest.approx(0.0)  # seeds differ, and pairs do not
         assert row["kl_error"] == pytest.approx(0.01)
+    ratios = manifold_script.ratios_of(manifold_runs(manifold_script))
+    (printed,) = (row for row in ratios if row["end"] == "printed")
+    assert printed["ratio"] == pytest.approx((0.11 / 0.1 * 0.13 / 0.12) ** 0.5)
+    assert (printed["above"], printed["pairs"]) == (4, 4)
     machine = {"time": "2026-01-02T03:04:05Z", "cpu": "a CPU", "gpu": ["a GPU"], "torch": "2"}
     tuning = [
         {"method": "penalty", "settings": {"rho": rho}, "loss": 1 / rho, "runs": 4} for rho in (1.0, 2.0)
     ]
     record = {
         "settings": {"model": "m", "steps": 3, "samples": 2}, "environments": [machine], "seeds": [0, 1],
-        "tuning": tuning, "rows": rows,
+        "tuning": tuning, "rows": rows, "ratios": ratios,
     }  # fmt: skip
     (tmp_path / "manifold_value.json").write_text(json.dumps(record))
     tables.main()
     text = (tmp_path / "docs" / "manifold_value.md").read_text()
     assert "`penalty`: rho 2; best of 2 settings" in text
-    assert cells(text, "| end | method | 2.5 bits | 10 bits |")[0] == [
-        "printed", "`penalty`", "+0.01000 ± 0.00000", "+0.01000 ± 0.00000",
+    assert cells(text, "| end | method | 2.5 bits | 10 bits | all budgets |")[0] == [
+        "printed", "`penalty`", "+0.01000 ± 0.00000", "+0.01000 ± 0.00000", "+9.2 ± 0.8 %", "4 of 4",
     ]  # fmt: skip
     shown = cells(text, "| bits | end | method | KL")
     assert [row[0] for row in shown] == ["2.5"] * 8 + ["10"] * 8

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from expert_cases import experts_case
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rco.backends.base import Budget
 from rco.backends.candidates import option_label
 from rco.backends.plan import make_plan
 from rco.backends.quantization import QuantizationBackend
+from rco.backends.recording import NumbersOnDevice
 from rco.compressors.packing import PackedWeight
 from rco.compressors.switchable import LayerOptions
 from rco.models.moe_room import ProbeRoom
@@ -178,3 +180,34 @@ def test_what_cannot_be_recorded_is_said_and_launched_as_ever(recorded, monkeypa
     assert not was_recorded
     assert found[0][0] == wanted[0][0]
     assert sum("not permitted" in record.message for record in caplog.records) == 1
+
+
+class Calls(TorchDispatchMode):
+    """Lists what is asked of devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("number", [0.0, -1.5, 3, True])
+@pytest.mark.parametrize("given", [{}, {"dtype": torch.bfloat16}], ids=["own", "bfloat16"])
+def test_numbers_are_written_on_the_device_and_not_copied_there(number, given):
+    wanted = torch.tensor(number, **given)
+    with Calls() as calls, NumbersOnDevice():
+        found = torch.tensor(number, device="cpu", **given)
+        placed = torch.tensor(number, device=torch.device("meta"), **given)
+    assert (found.dtype, found.shape, found.item()) == (wanted.dtype, wanted.shape, wanted.item())
+    assert (placed.dtype, placed.shape, placed.device.type) == (wanted.dtype, wanted.shape, "meta")
+    assert calls.names == ["full", "full"]
+
+
+def test_other_calls_are_left_alone_where_numbers_are_written_on_the_device():
+    with NumbersOnDevice():
+        assert torch.tensor([1.0, 2.0], device="cpu").tolist() == [1.0, 2.0]
+        assert torch.tensor(2).item() == 2
+        assert torch.full((2,), 3.0, device="cpu").tolist() == [3.0, 3.0]

@@ -6,15 +6,33 @@ run them; a graph is launched at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 __all__ = ["Recording", "captured"]
 
 T = TypeVar("T")
+
+
+class NumbersOnDevice(TorchFunctionMode):
+    """Lets ``torch.tensor(number, device=...)`` write the number on the device instead of copying it there.
+
+    A copy from the host cannot be recorded unless its source is pinned. Some models make their masks with one.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call ``func``, or ``torch.full`` in its place."""
+        given = dict(kwargs or {})
+        number = bool(args) and isinstance(args[0], (bool, int, float))
+        if func is torch.tensor and number and given.get("device") is not None:
+            return torch.full((), args[0], **given)
+        return func(*args, **given)
 
 
 def captured(work: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -28,7 +46,8 @@ def captured(work: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
     graph = torch.cuda.CUDAGraph()
     # The outer context: a graph is recorded on the current GPU, whichever that is, and a recording that fails would
     # leave the host on the stream that it was made on.
-    with torch.cuda.stream(torch.cuda.current_stream(device)), torch.cuda.graph(graph):
+    stream = torch.cuda.current_stream(device)
+    with torch.cuda.stream(stream), torch.cuda.graph(graph), NumbersOnDevice():
         outputs = work()
     return graph, outputs
 
