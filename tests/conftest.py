@@ -52,6 +52,22 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+@pytest.hookimpl(trylast=True)  # when ``-m`` has left out what was not asked for
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Look at what is about to run."""
+    refuse_gpu_tests_without_gpu(items)
+
+
+def refuse_gpu_tests_without_gpu(items: list[pytest.Item]) -> None:
+    """Refuse to run GPU tests without a GPU: skipping them all would look like a success."""
+    count = sum(item.get_closest_marker("gpu") is not None for item in items)
+    if count and not torch.cuda.is_available():
+        raise pytest.UsageError(
+            f"{count} GPU tests were asked for and torch {torch.__version__} sees no CUDA GPU; run them on a "
+            "machine with one (make test-gpu), or leave out -m gpu."
+        )
+
+
 def pytest_report_header() -> str | None:
     """Say what was left out."""
     return f"left out: tests that need {', '.join(_OPTIONAL)}" if _OPTIONAL else None

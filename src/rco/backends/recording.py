@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from rco.models.spread import on_one_gpu
 
 __all__ = ["Recording", "captured"]
 
@@ -47,6 +49,11 @@ class Recording:
         RuntimeError: As for :func:`captured`.
         torch.OutOfMemoryError: Likewise.
     """
+
+    @staticmethod
+    def possible(model: nn.Module) -> bool:
+        """Whether work on a model can be recorded: a graph belongs to one GPU."""
+        return on_one_gpu(model)
 
     def __init__(self, work: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> None:
         self._inputs = [tensor.detach().clone() for tensor in inputs]
