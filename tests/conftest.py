@@ -1,4 +1,4 @@
-"""Shared by all tests: one torch thread, no GPU but in its own tests, no deadlines, and bare machines.
+"""Shared by all tests: one thread per process, no GPU but in its own tests, no deadlines, and bare machines.
 
 On a machine with torch and pytest alone (a GPU server, say) the tests that need more are left out, so that
 ``PYTHONPATH=src pytest -m gpu`` runs there without installing anything.
@@ -10,10 +10,14 @@ import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-import torch
+# Small tensors lose more to hand-overs between threads than they gain, and threads that wait for work spin. Set
+# before anything is loaded, and inherited by the workers of pytest-xdist and by every process that a test starts.
+for _library in ("OMP", "OPENBLAS", "MKL"):
+    os.environ[f"{_library}_NUM_THREADS"] = "1"
 
-# Small tensors lose more to hand-overs between threads than they gain.
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
 torch.set_num_threads(1)
 
 _OPTIONAL = [name for name in ("hypothesis", "highspy") if find_spec(name) is None]
