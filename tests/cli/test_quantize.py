@@ -49,11 +49,13 @@ def test_the_checkpoint_gives_the_evaluated_logits(finished):
         for info in full.layout.linears(full.model):
             info.module.weight.copy_(store.load(info.name, str(widths[info.name])).dequantize())
         ids = torch.arange(40)[None] * 7 % 8192
-        expected, got = full.model(ids).logits, packed(ids).logits
-    assert (expected.float() - got.float()).abs().max() <= 2**-7 * expected.float().abs().max()
-    for info in full.layout.linears(full.model):
-        decoded = packed.get_submodule(info.name).weight
-        assert torch.equal(decoded, info.module.weight), info.name
+        packed(ids[:, :1])  # decodes the weights; one token, as CPUs without bfloat16 take long for it
+        for info in full.layout.linears(full.model):
+            decoded = packed.get_submodule(info.name).weight
+            assert decoded.dtype == info.module.weight.dtype == torch.bfloat16
+            assert torch.equal(decoded, info.module.weight), info.name
+        expected, got = full.model.float()(ids).logits, packed.float()(ids).logits
+    assert torch.equal(expected, got)
 
 
 def test_a_second_run_in_the_same_folder_needs_resume(finished, run):
