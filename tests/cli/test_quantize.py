@@ -38,6 +38,7 @@ def test_the_checkpoint_gives_the_evaluated_logits(finished):
     from transformers import AutoModelForCausalLM
 
     from rco.models.loading import load_model
+    from rco.models.precision import computing_in
     from rco.store import CandidateStore
 
     packed = AutoModelForCausalLM.from_pretrained(finished / "model").eval()
@@ -54,8 +55,8 @@ def test_the_checkpoint_gives_the_evaluated_logits(finished):
             decoded = packed.get_submodule(info.name).weight
             assert decoded.dtype == info.module.weight.dtype == torch.bfloat16
             assert torch.equal(decoded, info.module.weight), info.name
-        expected, got = full.model.float()(ids).logits, packed.float()(ids).logits
-    assert torch.equal(expected, got)
+        with computing_in(full.model, torch.float32), computing_in(packed, torch.float32):
+            assert torch.equal(packed(ids).logits, full.model(ids).logits)
 
 
 def test_a_second_run_in_the_same_folder_needs_resume(finished, run):

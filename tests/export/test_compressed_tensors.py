@@ -17,6 +17,7 @@ from rco.export.compressed_tensors import quantization_config
 from rco.export.writer import verify_checkpoint, write_checkpoint
 from rco.models.layout import ARCHITECTURES, LinearInfo
 from rco.models.loading import load_model, wrap_model
+from rco.models.precision import computing_in
 from rco.models.tiny import tiny_model
 from rco.models.zoo import ModelError
 
@@ -160,7 +161,8 @@ def test_built_in_model_with_tokenizer_and_shards(rtn, tmp_path):
     loaded.model.load_state_dict(
         {f"{name}.weight": w.dequantize() for name, w in weights.items()}, strict=False
     )
-    assert torch.equal(logits(model.float(), 8000), logits(loaded.model.float(), 8000))
+    with computing_in(model, torch.float32), computing_in(loaded.model, torch.float32):
+        assert torch.equal(logits(model, 8000), logits(loaded.model, 8000))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("hello there").input_ids == loaded.tokenizer("hello there").input_ids
 
