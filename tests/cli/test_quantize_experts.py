@@ -46,7 +46,9 @@ def test_mxmoe_and_the_papers_accounting(tmp_path, capsys):
     assert all(group["width"] == 16 for group in metrics["groups"] if "self_attn" in group["name"])
 
 
-def test_mistakes_end_with_one_line(tmp_path, capsys):
+def test_mistakes_end_with_one_line(tmp_path, capsys, random_moe, texts):
+    base = ["quantize", str(random_moe), "--data", texts, "--sequences=4", "--selection=2", "--length=16"]
+    base += ["--group-size=8", "--quiet", "--out", str(tmp_path / "run")]
     for arguments, words in (
         (["--bits", "3", "--count", "experts"], "would cost nothing"),
         (["--bits", "3", "--per-projection", "--expert-groups", "layer"], "contradicts"),
@@ -64,6 +66,6 @@ def test_mistakes_end_with_one_line(tmp_path, capsys):
         (["--active-bits", "three"], "--active-bits must"),
         (["--bits", "1.5", "--lock", "attention=16", "--count", "experts"], "between 2 and 8"),
     ):
-        assert main(["quantize", "tiny-moe", "--out", str(tmp_path / "run"), "--quiet", *arguments]) == 1
+        assert main([*base, *arguments]) == 1
         assert words in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
