@@ -6,6 +6,7 @@ On a machine with torch and pytest alone (a GPU server, say) the tests that need
 
 import os
 import re
+import sys
 import zlib
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,11 @@ from pathlib import Path
 # before anything is loaded, and inherited by the workers of pytest-xdist and by every process that a test starts.
 for _library in ("OMP", "OPENBLAS", "MKL"):
     os.environ[f"{_library}_NUM_THREADS"] = "1"
+
+# Bytecode is kept even where the shell asks for none: each of the many processes that tests start would compile the
+# whole package again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
