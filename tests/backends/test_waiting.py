@@ -46,6 +46,7 @@ def moved(case):
     ],
 )
 def test_samples_are_launched_without_waiting(kind, checkpointing, monkeypatch, tmp_path):
+    monkeypatch.setattr("rco.studies.step_cases.WIDTHS", (3, 8))  # every operation of a pretended GPU is slow
     case = case_of(kind, tmp_path)
     case.backend.checkpointing = checkpointing
     case.data.mask[:, :3] = False
