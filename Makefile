@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: setup demo test test-slow lint dist notebook clean
+.PHONY: setup demo test test-slow test-gpu lint dist notebook clean
 
 setup: $(VENV)/.ready
 
@@ -22,6 +22,10 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -q -m slow --timeout 3600
+
+# On a machine without a CUDA GPU this is an error, not a success with nothing run.
+test-gpu: setup
+	$(BIN)/python -m pytest -q -m gpu --timeout 600 tests/gpu
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Shared by all tests: one torch thread, no GPU but in its own tests, no deadlines, and bare machines.
+"""Shared by all tests: one thread per process, no GPU but in its own tests, no deadlines, and bare machines.
 
 On a machine with torch and pytest alone (a GPU server, say) the tests that need more are left out, so that
 ``PYTHONPATH=src pytest -m gpu`` runs there without installing anything.
@@ -6,14 +6,24 @@ On a machine with torch and pytest alone (a GPU server, say) the tests that need
 
 import os
 import re
+import sys
 import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-import torch
+# Small tensors lose more to hand-overs between threads than they gain, and threads that wait for work spin. Set
+# before anything is loaded, and inherited by the workers of pytest-xdist and by every process that a test starts.
+for _library in ("OMP", "OPENBLAS", "MKL"):
+    os.environ[f"{_library}_NUM_THREADS"] = "1"
 
-# Small tensors lose more to hand-overs between threads than they gain.
+# Bytecode is kept even where the shell asks for none: each of the many processes that tests start would compile the
+# whole package again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
 torch.set_num_threads(1)
 
 _OPTIONAL = [name for name in ("hypothesis", "highspy") if find_spec(name) is None]
@@ -50,6 +60,22 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from tests that are not for them: `--device auto` then means the same on every machine."""
     if "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(trylast=True)  # when ``-m`` has left out what was not asked for
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Look at what is about to run."""
+    refuse_gpu_tests_without_gpu(items)
+
+
+def refuse_gpu_tests_without_gpu(items: list[pytest.Item]) -> None:
+    """Refuse to run GPU tests without a GPU: skipping them all would look like a success."""
+    count = sum(item.get_closest_marker("gpu") is not None for item in items)
+    if count and not torch.cuda.is_available():
+        raise pytest.UsageError(
+            f"{count} GPU tests were asked for and torch {torch.__version__} sees no CUDA GPU; run them on a "
+            "machine with one (make test-gpu), or leave out -m gpu."
+        )
 
 
 def pytest_report_header() -> str | None:

@@ -71,13 +71,10 @@ def quick(monkeypatch):
     return compressed
 
 
-def test_the_problems_of_the_examples_are_solved():
-    for script in ("own_loss", "solve_knapsack"):
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "examples" / f"{script}.py")], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.strip()
+@pytest.mark.parametrize("script", ["own_loss", "solve_knapsack"])
+def test_the_problems_of_the_examples_are_solved(script, capsys):
+    runpy.run_path(str(ROOT / "examples" / f"{script}.py"), run_name="__main__")
+    assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.parametrize("script", ["quantize_a_model", "prune_experts"])

@@ -221,13 +221,15 @@ def test_hessians_are_those_of_the_routed_tokens(name):
     # Those that are added are the likeliest of the tokens that were not routed there, batch by batch.
     short = int((topped.added > 0).nonzero()[0])
     first = routing.indices[:20]
-    score = routing.mass[:20, short].masked_fill((first == short).any(dim=1), -1.0)
-    missing = max(5 - int((first == short).any(dim=1).sum()), 0)
-    wanted = score.topk(missing).indices if missing else torch.zeros(0, dtype=torch.long)
-    fresh = ExpertHessians(layer, 40, 9)
-    routed = torch.zeros(20, layer.num_experts, dtype=torch.bool).scatter_(1, first, True)
-    assert sorted(fresh._extra(routed, routing.mass[:20])[:, short].nonzero().flatten().tolist()) == sorted(
-        wanted.tolist()
+    there = (first == short).any(dim=1)
+    missing = max(enough // 2 + 1 - int(there.sum()), 1)
+    wanted = routing.mass[:20, short].masked_fill(there, -1.0).topk(missing).indices
+    rows = torch.cat([hidden[:20][there], hidden[wanted]])
+    fresh = ExpertHessians(layer, 20, int(there.sum()) + missing)
+    fresh.add(hidden[:20])
+    assert int(fresh.added[short]) == missing
+    torch.testing.assert_close(
+        fresh.matrices(False)[short], 2 * rows.T @ rows / len(rows), rtol=1e-4, atol=1e-4
     )
 
 

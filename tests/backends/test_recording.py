@@ -5,6 +5,7 @@ was recorded; had it read a choice off them, other gates would give that sample'
 """
 
 import logging
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rco.backends.base import Budget
 from rco.backends.candidates import option_label
+from rco.backends.expert_problem import KEEP
 from rco.backends.plan import make_plan
 from rco.backends.quantization import QuantizationBackend
-from rco.backends.recording import NumbersOnDevice
+from rco.backends.recording import NumbersOnDevice, Recording
 from rco.compressors.packing import PackedWeight
 from rco.compressors.switchable import LayerOptions
-from rco.models.moe_room import ProbeRoom
 from rco.studies.step_bench import sampled_gates
 from rco.studies.step_cases import WIDTHS, make_case, random_packed
 
@@ -28,22 +29,22 @@ CPU = torch.device("cpu")
 
 
 class RunAgain:
-    """Stands in for a CUDA graph."""
+    """Stands in for a CUDA graph: a replay runs the work again and overwrites its outputs."""
 
     made = 0
 
-    def __init__(self, work, inputs):
+    def __init__(self, work, device):
         type(self).made += 1
-        self.work, self.inputs = work, [tensor.clone() for tensor in inputs]
-        work(*self.inputs)
+        self.work, self.outputs = work, work()
 
-    def takes(self, *inputs):
-        return [tensor.shape for tensor in self.inputs] == [tensor.shape for tensor in inputs]
+    @classmethod
+    def captured(cls, work, device):
+        graph = cls(work, device)
+        return graph, graph.outputs
 
-    def __call__(self, *inputs):
-        for kept, given in zip(self.inputs, inputs, strict=True):
-            kept.copy_(given)
-        return tuple(tensor.clone() for tensor in self.work(*self.inputs))
+    def replay(self):
+        for kept, found in zip(self.outputs, self.work(), strict=True):
+            kept.copy_(found)
 
 
 def decoder_by_place(options, dtype):
@@ -59,17 +60,20 @@ def decoder_by_place(options, dtype):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    monkeypatch.setattr("rco.backends.objective.Recording", RunAgain)
-    monkeypatch.setattr("rco.backends.quantization.on_one_gpu", lambda model: True)
-    monkeypatch.setattr("rco.backends.expert_pruning.on_one_gpu", lambda model: True)
+    """A machine that records: one GPU, graphs, and a kernel that decodes by a choice on the device."""
+    monkeypatch.setattr(Recording, "possible", lambda model: True)
+    monkeypatch.setattr("rco.backends.recording.captured", RunAgain.captured)
     monkeypatch.setattr(LayerOptions, "chosen_decoder", decoder_by_place)
-    # As on a GPU, where nobody waits for the number of probes.
-    monkeypatch.setattr(
-        "rco.models.moe_gates.ProbeRoom",
-        lambda layers, always_counted: ProbeRoom(layers, always_counted=False),
-    )
     RunAgain.made = 0
     return RunAgain
+
+
+@contextmanager
+def objective_of(case):
+    with case.backend.objective(case.data) as objective:
+        if objective.room is not None:
+            objective.room.always_counted = False  # as on a GPU, where nobody waits for the number of probes
+        yield objective
 
 
 def case_of(kind, folder):
@@ -97,11 +101,11 @@ def case_of(kind, folder):
 
 def samples_of(case, requests, graphs):
     case.backend.graphs = graphs
-    with case.backend.objective(case.data) as objective:
+    with objective_of(case) as objective:
         for gates, batch in requests[:2]:
             objective.enqueue(gates, batch)()
         answers = [objective.enqueue(*request) for request in requests]
-        return [answer() for answer in answers], objective._recording is not None
+        return [answer() for answer in answers], objective.recorded
 
 
 @pytest.mark.parametrize("kind", ["quick", "quick-moe", "locked", "experts", "experts-pruned"])
@@ -122,12 +126,16 @@ def test_replays_follow_the_gates_and_the_text_that_go_in(kind, checkpointing, r
         torch.testing.assert_close(gradient, slope, rtol=1e-5, atol=1e-8)
 
 
+def all_kept(case):
+    """Gates that prune no expert."""
+    return torch.eye(2, dtype=torch.float64)[KEEP].expand(case.problem.num_groups, 2).contiguous()
+
+
 def test_a_recording_without_room_for_a_sample_is_made_anew(recorded):
     case = make_case("quick-moe", CPU, length=200, group=32)
     gates = sampled_gates(case, 4)
-    with case.backend.objective(case.data) as objective:
-        objective.enqueue(gates[0], 0)()
-        objective._room._most = [0] * len(objective._room._most)  # as if nothing had been needed so far
+    with objective_of(case) as objective:
+        objective.enqueue(all_kept(case), 0)()  # needs no room at all
         for each in gates:
             leaf = each.clone().requires_grad_()
             (wanted,) = torch.autograd.grad(objective.loss(leaf, 0), leaf)
@@ -140,17 +148,16 @@ def test_sequences_that_count_in_parts_or_end_early_are_not_recorded(recorded):
     case = make_case("quick", CPU, length=16, group=32, sequences=3)
     (gates,) = sampled_gates(case, 1)
     case.backend.batch_size = 2  # the last batch is shorter
-    with case.backend.objective(case.data) as objective:
+    with objective_of(case) as objective:
         objective.enqueue(gates, 1)()  # first of all, as may happen on any rank
         assert recorded.made == 0
         for _ in range(2):
             found = [objective.enqueue(gates, batch)() for batch in (0, 1)]
         assert recorded.made == 1
-        assert objective._recording[0].inputs[1].shape == (2, 16)
-    with torch.no_grad(), case.backend.objective(case.data) as objective:
+    with torch.no_grad(), objective_of(case) as objective:
         assert [loss for loss, _ in found] == pytest.approx([float(objective.loss(gates, b)) for b in (0, 1)])
     case.data.mask[0, :3] = False
-    with case.backend.objective(case.data) as objective:
+    with objective_of(case) as objective:
         objective.enqueue(gates, 0)()
         assert recorded.made == 1
 
@@ -159,22 +166,22 @@ def test_sequences_that_count_in_parts_or_end_early_are_not_recorded(recorded):
 def test_replayed_gates_are_checked(kind, recorded):
     case = make_case(kind, CPU, length=16, group=32)
     (gates,) = sampled_gates(case, 1)
-    with case.backend.objective(case.data) as objective:
+    with objective_of(case) as objective:
         for _ in range(2):
             objective.enqueue(gates, 0)()
-        assert objective._recording is not None
+        assert objective.recorded
         with pytest.raises(ValueError, match=r"one-hot|0 or 1"):
             objective.enqueue(torch.full_like(gates, 0.4), 0)
 
 
 def test_what_cannot_be_recorded_is_said_and_launched_as_ever(recorded, monkeypatch, caplog):
-    def refuse(work, inputs):
+    def refuse(work, device):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     case = make_case("quick", CPU, length=16, group=32)
     (gates,) = sampled_gates(case, 1)
     wanted, _ = samples_of(case, [(gates, 0)], graphs=False)
-    monkeypatch.setattr("rco.backends.objective.Recording", refuse)
+    monkeypatch.setattr("rco.backends.recording.captured", refuse)
     with caplog.at_level(logging.WARNING):
         found, was_recorded = samples_of(case, [(gates, 0)], graphs=True)
     assert not was_recorded

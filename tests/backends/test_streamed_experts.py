@@ -6,6 +6,7 @@ import pytest
 import torch
 from expert_cases import experts_case
 
+from rco.backends.recording import Recording
 from rco.compressors.streaming import OptionStream, pinned_together
 from rco.compressors.switchable import LayerOptions
 from rco.models.moe_linears import stacked_parameters
@@ -52,7 +53,8 @@ def test_streamed_experts_give_the_samples_of_resident_ones(prune, checkpointing
     wanted = samples_of(case)
     monkeypatch.setattr("rco.backends.quantization.OptionStream", HostStream)
     monkeypatch.setattr(HostStream, "fetched", 0)
-    case.backend.memory, case.backend._packed = "offload", None
+    case.backend.memory = "offload"
+    case.backend.forget_candidates()
     found = samples_of(case)
     for (loss, gradient), (expected, slope) in zip(found, wanted, strict=True):
         assert loss == expected
@@ -89,11 +91,11 @@ def test_experts_are_recorded_though_their_originals_are_in_host_memory(tmp_path
         yield
 
     monkeypatch.setattr(type(case.backend), "_without_originals", without_originals)
-    monkeypatch.setattr("rco.backends.quantization.on_one_gpu", lambda model: not away)
+    monkeypatch.setattr(Recording, "possible", lambda model: not away)
     monkeypatch.setattr(LayerOptions, "chosen_decoder", lambda options, dtype: print)
     with case.backend.objective(case.data) as objective:
         assert away
-        assert objective._check_recorded is not None
+        assert objective.recordable
 
 
 def test_what_is_fetched_together_lies_side_by_side(tmp_path):

@@ -130,8 +130,8 @@ def test_more_budgets_and_seeds_are_added_in_parallel_processes(run, tmp_path, r
     assert alone["kl"] == pytest.approx(beside["kl"], rel=1e-6)
 
 
-def test_bad_requests_are_refused_before_any_work(run, tmp_path, random_llama):
-    base = ["compare", "quantize", random_llama, "--out", tmp_path / "none", "--quiet"]
+def test_bad_requests_are_refused_before_any_work(run, tmp_path, random_llama, texts):
+    base = ["compare", "quantize", random_llama, "--data", texts, "--out", tmp_path / "none", *SMALL]
     (tmp_path / "bad.jsonl").write_text('{"question": "?"}\n')
     for arguments, words in (
         (["--bits=2.5", "--tasks", tmp_path / "bad.jsonl"], "line 1: expected an object with context"),

@@ -171,7 +171,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(run, tmp_path, random_moe):
 def test_comparison_writes_its_tables_and_goes_on(run, tmp_path, random_moe, texts):
     out = tmp_path / "compared"
     arguments = ["compare", "prune", random_moe, "--experts=5", "--data", texts, "--out", out, *SMALL]
-    arguments += ["--tokens=2000"]
+    arguments += ["--tokens=2000", "--workers=1"]
     methods = "rco,rco@0.5,evoesap,greedy,reap,frequency-global,random-pick"
     code, printed, _ = run(*arguments, "--seeds=1", "--methods", methods, "--json")
     assert code == 0

@@ -38,6 +38,7 @@ def test_the_checkpoint_gives_the_evaluated_logits(finished):
     from transformers import AutoModelForCausalLM
 
     from rco.models.loading import load_model
+    from rco.models.precision import computing_in
     from rco.store import CandidateStore
 
     packed = AutoModelForCausalLM.from_pretrained(finished / "model").eval()
@@ -49,11 +50,13 @@ def test_the_checkpoint_gives_the_evaluated_logits(finished):
         for info in full.layout.linears(full.model):
             info.module.weight.copy_(store.load(info.name, str(widths[info.name])).dequantize())
         ids = torch.arange(40)[None] * 7 % 8192
-        expected, got = full.model(ids).logits, packed(ids).logits
-    assert (expected.float() - got.float()).abs().max() <= 2**-7 * expected.float().abs().max()
-    for info in full.layout.linears(full.model):
-        decoded = packed.get_submodule(info.name).weight
-        assert torch.equal(decoded, info.module.weight), info.name
+        packed(ids[:, :1])  # decodes the weights; one token, as CPUs without bfloat16 take long for it
+        for info in full.layout.linears(full.model):
+            decoded = packed.get_submodule(info.name).weight
+            assert decoded.dtype == info.module.weight.dtype == torch.bfloat16
+            assert torch.equal(decoded, info.module.weight), info.name
+        with computing_in(full.model, torch.float32), computing_in(packed, torch.float32):
+            assert torch.equal(packed(ids).logits, full.model(ids).logits)
 
 
 def test_a_second_run_in_the_same_folder_needs_resume(finished, run):

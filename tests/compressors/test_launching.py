@@ -1,17 +1,14 @@
-"""Triton's kernels are launched where their arguments are, seen without Triton."""
+"""Triton's kernels are launched where their arguments are, seen with a stand-in for Triton and for several GPUs."""
 
 import sys
 import types
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 
 import pytest
 import torch
 
-from rco.compressors import launching
-
-pytestmark = pytest.mark.skipif(find_spec("triton") is not None, reason="its place is taken by a stand-in")
+import rco.compressors
 
 KERNELS = ("triton_kernels", "triton_bfloat16", "triton_gptq")
 
@@ -26,7 +23,28 @@ class Language(types.ModuleType):
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def fresh():
+    """Imports modules of the compressors anew; those that were loaded before are back afterwards."""
+    package = rco.compressors
+    kept = {name: module for name, module in sys.modules.items() if name.startswith(f"{package.__name__}.")}
+    attributes = dict(vars(package))
+
+    def load(*names):
+        for name in names:
+            sys.modules.pop(f"{package.__name__}.{name}", None)
+            vars(package).pop(name, None)
+        return [import_module(f"{package.__name__}.{name}") for name in names]
+
+    yield load
+    for name in [name for name in sys.modules if name.startswith(f"{package.__name__}.")]:
+        del sys.modules[name]
+    sys.modules.update(kept)
+    vars(package).clear()
+    vars(package).update(attributes)
+
+
+@pytest.fixture
+def launches(monkeypatch, fresh):
     """The GPU that was the current one at every launch."""
     found, current = [], [None]
 
@@ -51,15 +69,12 @@ def launches(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", triton.language)
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(launching, "_several_gpus", lambda: True)
-    package = sys.modules["rco.compressors"]
-    modules = {name: import_module(f"rco.compressors.{name}") for name in KERNELS}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    _, *kernels = fresh("launching", *KERNELS)
+    modules = dict(zip(KERNELS, kernels, strict=True))
     for name in KERNELS[:2]:
         monkeypatch.setattr(modules[name], "multiprocessors", lambda device: 1)
-    yield types.SimpleNamespace(found=found, **modules)
-    for name in KERNELS:  # made of stand-ins: nobody may find them
-        del sys.modules[f"rco.compressors.{name}"]
-        delattr(package, name)
+    return types.SimpleNamespace(found=found, **modules)
 
 
 def test_every_kernel_is_launched_where_its_matrix_is(launches):
@@ -86,11 +101,10 @@ def test_every_kernel_is_launched_where_its_matrix_is(launches):
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2])
-def test_one_gpu_is_always_the_current_one(gpus, monkeypatch):
+def test_one_gpu_is_always_the_current_one(gpus, monkeypatch, fresh):
     asked = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "device", asked.append)
-    launching._several_gpus.cache_clear()
+    (launching,) = fresh("launching")
     launching.launching_at(torch.zeros(1))
-    launching._several_gpus.cache_clear()
     assert len(asked) == (gpus > 1)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rco.data.calibration import CalibrationSet, _shares, build_calibration, build_splits, splits
+from rco.data.calibration import CalibrationSet, build_calibration, build_splits, splits, whole_shares
 from rco.data.documents import DataError, Document
 from rco.data.tokenization import first_tokens, text_pieces, token_stream
 
@@ -275,7 +275,7 @@ def test_a_huge_source_is_thinned(tokenizer, tmp_path, monkeypatch):
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6), st.integers(1, 500))
 def test_shares_are_whole_and_near_their_exact_values(weights, samples):
-    counts = _shares(weights, samples)
+    counts = whole_shares(weights, samples)
     assert sum(counts) == samples
     exact = np.asarray(weights) / sum(weights) * samples
     assert np.abs(np.asarray(counts) - exact).max() < 1 + 1e-9

@@ -123,7 +123,7 @@ def test_damage_and_absence(tmp_path):
 def test_packed_and_dense_checkpoints_measure_alike(tmp_path, monkeypatch):
     """A packed checkpoint unpacks on a call of the whole model; measurements run only part of it."""
     monkeypatch.setenv("TQDM_DISABLE", "1")
-    loaded = load_model("tiny-llama")
+    loaded = load_model("tiny-llama", dtype="float32")
     schemes = {
         info.name: Scheme(3 + i % 4, 64, i % 2 == 0)
         for i, info in enumerate(loaded.layout.linears(loaded.model))

@@ -42,11 +42,11 @@ def check_samples(model, dtype, job, caplog):
         wanted = [objective.enqueue(*request)() for request in requests]
     case.backend.graphs = True
     with case.backend.objective(case.data) as objective:
-        recordable = objective._check_recorded is not None
+        recordable = objective.recordable
         objective.enqueue(*requests[0])()
         found = [objective.enqueue(*request)() for request in requests]
         assert not any("recorded" in message for message in caplog.messages)
-        assert (objective._recording is not None) == recordable
+        assert objective.recorded == recordable
     exact = dtype == torch.float32
     for (loss, gradient), (expected, slope) in zip(found, wanted, strict=True):
         assert loss == pytest.approx(expected, rel=1e-3 if exact else 0.05)

@@ -6,7 +6,9 @@ import pytest
 import rank_jobs
 from ranks import results, start_ranks
 
+import rco
 from rco.cli import main
+from rco.models.moe import moe_layers
 
 pytestmark = pytest.mark.gpu
 
@@ -19,19 +21,22 @@ SMALL = [
 @pytest.mark.parametrize("memory", ["resident", "offload"])
 def test_quantize_and_evaluate(tmp_path, capsys, memory):
     run = tmp_path / "run"
-    widths = ["--widths", "2,3,4", "--sensitivity", "4", "--memory", memory]
-    assert (
-        main(
-            ["quantize", "tiny-llama", "--bits", "3", "--format", "dense", "--out", str(run), *widths, *SMALL]
-        )
-        == 0
-    )
+    arguments = ["--bits", "2.5", "--widths", "2,3,4", "--sensitivity", "4", "--memory", memory]
+    arguments += ["--format", "dense", "--out", str(run)]
+    assert main(["quantize", "tiny-llama", *arguments, *SMALL]) == 0
     outcome = json.loads(capsys.readouterr().out)
     assert outcome["memory"]["search_bytes"] > 0
     rows = {row["name"]: row for row in outcome["evaluation"]}
-    assert 0 < rows["RCO"]["kl"] < rows["uniform 2"]["kl"] if "uniform 2" in rows else rows["RCO"]["kl"] > 0
+    assert 0 < rows["uniform 3"]["kl"] < rows["uniform 2"]["kl"]
+    assert 0 < rows["RCO"]["kl"] < rows["uniform 2"]["kl"]
+    assert rows["full model"]["kl"] == pytest.approx(0, abs=1e-6)
+    assert rows["RCO"]["within_budget"]
+    # What was written is what was evaluated.
     assert main(["evaluate", str(run), "--reference", "tiny-llama", "--device", "cuda", "--sequences", "4",
                  "--length", "64", "--json"]) == 0  # fmt: skip
+    full, written = json.loads(capsys.readouterr().out)
+    assert 0 < written["kl"]["kl"] < rows["uniform 2"]["kl"]
+    assert written["bytes"] <= full["bytes"]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +92,15 @@ def test_ranks_that_share_a_gpu_search_as_one_process_does(tmp_path, job):
 
 
 def test_prune(tmp_path, capsys):
-    assert main(["prune", "tiny-moe", "--experts", "0.25", "--out", str(tmp_path / "run"), *SMALL]) == 0
+    run = tmp_path / "run"
+    assert main(["prune", "tiny-moe", "--experts", "0.25", "--out", str(run), *SMALL]) == 0
     outcome = json.loads(capsys.readouterr().out)
-    assert outcome["evaluation"]
+    rows = {row["name"]: row for row in outcome["evaluation"]}
+    keep = 6 * 32 * 3 // 4
+    assert rows["full model"]["kl"] == pytest.approx(0, abs=1e-6)
+    assert all(row["experts"] == keep for name, row in rows.items() if name != "full model")
+    assert 0 < rows["RCO"]["kl"] < 2
+    kept = [len(layer["kept"]) for layer in outcome["moe"]["layers"]]
+    assert sum(kept) == keep
+    # The checkpoint has the experts that the evaluation kept, and no others.
+    assert [layer.num_experts for layer in moe_layers(rco.load(run).model)] == kept

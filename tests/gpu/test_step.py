@@ -8,9 +8,11 @@ import pytest
 import torch
 from expert_cases import experts_case
 
+from rco.backends.expert_problem import KEEP
 from rco.compressors.streaming import pinned
 from rco.core.transfer import send
-from rco.studies.step_bench import _expected, run, run_memory, sample_of, sampled_gates
+from rco.losses import chunked_kl
+from rco.studies.step_bench import expected_bytes, run, run_memory, sample_of, sampled_gates
 from rco.studies.step_cases import make_case, measure
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +52,8 @@ def test_experts_that_are_streamed_give_the_samples_of_resident_ones(prune, tmp_
     case = experts_case(tmp_path, CUDA, torch.bfloat16, prune=prune)
     found = []
     for memory in ("resident", "offload"):
-        case.backend.memory, case.backend._packed = memory, None
+        case.backend.memory = memory
+        case.backend.forget_candidates()
         with case.backend.objective(case.data) as objective:
             requests = [(gates, batch) for batch, gates in enumerate(sampled_gates(case, 4))]
             answers = [objective.enqueue(*request) for _ in range(2) for request in requests]
@@ -80,7 +83,8 @@ def any_case(kind, tmp_path):
         return make_case("quick", CUDA, length=96, group=32, memory="offload")
     case = experts_case(tmp_path, CUDA, torch.bfloat16, prune=kind == "experts-pruned")
     if kind == "experts-streamed":
-        case.backend.memory, case.backend._packed = "offload", None
+        case.backend.memory = "offload"
+        case.backend.forget_candidates()
     return case
 
 
@@ -140,12 +144,12 @@ def test_replayed_samples_are_those_that_are_launched_and_nobody_waits_for_them(
     case.backend.graphs = False
     with case.backend.objective(case.data) as objective:
         wanted = [objective.enqueue(*request)() for request in requests]
-        assert objective._recording is None
+        assert not objective.recorded
     case.backend.graphs = True
     with case.backend.objective(case.data) as objective:
         for request in requests[:3]:
             objective.enqueue(*request)()
-        assert objective._recording is not None
+        assert objective.recorded
         for _ in range(2):
             with no_waiting():
                 answers = [objective.enqueue(*request) for request in requests]
@@ -157,7 +161,7 @@ def test_replayed_samples_are_those_that_are_launched_and_nobody_waits_for_them(
         assert len({loss for loss, _ in wanted}) == len(wanted)  # else nothing would have been told apart
         with pytest.raises(ValueError, match=r"one-hot|0 or 1"):
             objective.enqueue(torch.full_like(requests[0][0], 0.4), 0)
-    assert objective._recording is None
+    assert not objective.recorded
 
 
 def recorded_case(kind, folder):
@@ -173,6 +177,11 @@ def recorded_case(kind, folder):
     return make_case("llama3-8b", CUDA, length=96, layers=2)
 
 
+def all_kept(case):
+    """Gates that prune no expert."""
+    return torch.eye(2, dtype=torch.float64)[KEEP].expand(case.problem.num_groups, 2).contiguous()
+
+
 def test_a_recording_without_room_for_a_sample_is_made_anew():
     case = make_case("quick-moe", CUDA, length=96)
     gates = sampled_gates(case, 4)
@@ -181,9 +190,7 @@ def test_a_recording_without_room_for_a_sample_is_made_anew():
         wanted = [objective.enqueue(each, 0)()[1] for each in gates]
     case.backend.graphs = True
     with case.backend.objective(case.data) as objective:
-        room = objective._room
-        objective.enqueue(gates[0], 0)()
-        room._most = [0] * len(room._most)  # as if nothing had been needed so far
+        objective.enqueue(all_kept(case), 0)()  # needs no room at all
         for each, gradient in zip(gates, wanted, strict=True):
             found = objective.enqueue(each, 0)()[1]
             assert float((found - gradient).norm() / gradient.norm()) < 1e-3
@@ -191,7 +198,7 @@ def test_a_recording_without_room_for_a_sample_is_made_anew():
         before = objective.samples_redone
         for each in gates:
             objective.enqueue(each, 0)()
-        assert objective._recording is not None
+        assert objective.recorded
         assert objective.samples_redone == before
 
 
@@ -240,7 +247,7 @@ def test_expected_memory_is_within_a_tenth_of_the_measured():
         case.backend.graphs = graphs
         with sample_of(case) as work:
             measured = measure(work, CUDA, 2).peak_bytes
-        assert _expected(case, 1024, False, offload=False) == pytest.approx(measured, rel=0.1)
+        assert expected_bytes(case, 1024, False, offload=False) == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("job", ["prune", "quantize"])
@@ -252,7 +259,7 @@ def test_expected_memory_of_experts_is_within_a_tenth_of_the_measured(job):
         case.backend.checkpointing = checkpointing
         with sample_of(case) as work:
             measured = measure(work, CUDA, 2).peak_bytes
-        assert _expected(case, 2048, checkpointing, offload=False) == pytest.approx(measured, rel=0.1)
+        assert expected_bytes(case, 2048, checkpointing, offload=False) == pytest.approx(measured, rel=0.1)
 
 
 def test_what_cannot_be_recorded_is_launched_and_right(monkeypatch, caplog):
@@ -263,18 +270,17 @@ def test_what_cannot_be_recorded_is_launched_and_right(monkeypatch, caplog):
     with case.backend.objective(case.data) as objective:
         wanted = [objective.enqueue(*request)() for request in requests]
     case.backend.graphs = True
+
+    def looking(*arguments, **settings):
+        loss = chunked_kl(*arguments, **settings)
+        if torch.cuda.is_current_stream_capturing():
+            loss.detach().item()
+        return loss
+
+    monkeypatch.setattr("rco.backends.objective.chunked_kl", looking)
     with case.backend.objective(case.data) as objective:
-        loss_on = objective._loss_on
-
-        def looking(gates, values, text, recorded=False):
-            loss = loss_on(gates, values, text, recorded)
-            if recorded:
-                loss.detach().item()
-            return loss
-
-        monkeypatch.setattr(objective, "_loss_on", looking)
         found = [objective.enqueue(*request)() for request in requests]
-        assert objective._recording is None
+        assert not objective.recorded
     assert sum("could not be recorded" in record.message for record in caplog.records) == 1
     for (loss, gradient), (expected, slope) in zip(found, wanted, strict=True):
         assert loss == pytest.approx(expected, rel=1e-5)

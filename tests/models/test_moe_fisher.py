@@ -46,7 +46,7 @@ def test_sensitivity_predicts_the_kl_of_leaving_one_expert_out():
             if name.endswith("down_proj"):
                 weight *= 0.02
     loaded = wrap_model(model)
-    tokens = torch.randint(97, (600, 2), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(97, (300, 2), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens, dtype=torch.bool)
     with expert_gates(model) as gates:
         predicted = torch.cat(expert_sensitivity(loaded, gates, head_of(loaded), tokens, mask))

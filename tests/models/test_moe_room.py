@@ -23,9 +23,7 @@ def test_gradients_are_those_of_counted_probes_whenever_the_room_was_enough(name
     keep = torch.cat(random_keep(moe_layers(model), 2)).double()
     with expert_gates(model) as gates:
         counted = gradient_of(model, gates, keep)
-        gates.room = ProbeRoom(len(gates.layers), always_counted=False)
-        for layer in gates._gates:
-            layer.room = gates.room
+        gates.room.always_counted = False  # as on a GPU
         settled = []
         for _ in range(3):
             with gates.room.sample() as used:

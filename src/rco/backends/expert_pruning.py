@@ -14,6 +14,7 @@ from rco.backends.base import Backend, Budget
 from rco.backends.expert_objective import ExpertObjective
 from rco.backends.expert_problem import KEEP, expert_names, expert_problem
 from rco.backends.objective import LossKind, Reference
+from rco.backends.recording import Recording
 from rco.compressors.expert_scores import ExpertScores, ScoreName, prior_logits
 from rco.core.problem import Allocation, AllocationProblem
 from rco.data.calibration import CalibrationSet
@@ -26,7 +27,6 @@ from rco.models.moe_gates import ExpertGates, GateMode, expert_gates
 from rco.models.moe_prune import split_keep
 from rco.models.moe_scores import collect_expert_scores
 from rco.models.precision import computing_in, default_compute_dtype
-from rco.models.spread import on_one_gpu
 
 __all__ = ["SCORES", "ExpertPruningBackend", "PriorName", "PriorScale", "score_table"]
 
@@ -242,7 +242,7 @@ class ExpertPruningBackend(Backend):
         ]
         with self.gated() as gates:
             head = self.full_head()
-            recordable = self.graphs and on_one_gpu(self.loaded.model)
+            recordable = self.graphs and Recording.possible(self.loaded.model)
 
             def make(
                 data: CalibrationSet,

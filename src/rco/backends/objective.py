@@ -118,6 +118,7 @@ class LanguageModelObjective:
     Attributes:
         layer_errors: (N, K) sensitivities of layers' outputs, where someone has measured them and set them here.
         fisher_losses: (N, K) second-order losses, likewise.
+        room: As given.
     """
 
     layer_errors: Tensor
@@ -154,7 +155,7 @@ class LanguageModelObjective:
         if curvature is not None:
             self.curvature = curvature
         self._errors = errors
-        self._room = room
+        self.room = room
         self._disturb = disturb
         # Only where sequences count as a whole, as plain text does: others differ in how many tokens they ask for.
         whole = bool(calibration.mask[:, :-1].all()) and reference is not None
@@ -164,9 +165,19 @@ class LanguageModelObjective:
         self.tokens_per_batch = batch_size * calibration.tokens.shape[1]
 
     @property
+    def recordable(self) -> bool:
+        """Whether the next sample may be recorded, or replayed from a recording."""
+        return self._check_recorded is not None
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a recording of a sample is held."""
+        return self._recording is not None
+
+    @property
     def samples_redone(self) -> int:
         """Samples launched with too little room for what they needed, and therefore done twice."""
-        return 0 if self._room is None else self._room.too_small
+        return 0 if self.room is None else self.room.too_small
 
     @cached_property
     def option_errors(self) -> Tensor:
@@ -203,7 +214,7 @@ class LanguageModelObjective:
         The gates go to the model's device and their gradient stays there, so that nothing has to be waited for
         within a sample or between two of them. What is kept of a sample is its loss and its gradient.
         """
-        values, room = gates.detach(), self._room
+        values, room = gates.detach(), self.room
         placed, text = self._placed(values), self._text(batch)
         found = self._replay(placed, values, text) or self._launch(placed, values, text)
 
@@ -234,7 +245,7 @@ class LanguageModelObjective:
 
         ``counted``, it makes just the room that it needs, and the host waits for the number in every layer.
         """
-        leaf, room = gates.detach().requires_grad_(), self._room
+        leaf, room = gates.detach().requires_grad_(), self.room
         with nullcontext() if room is None or counted else room.sample(recorded) as used:
             loss = self._loss_on(leaf, values, text, recorded)
             (gradient,) = torch.autograd.grad(loss, leaf)
@@ -246,7 +257,7 @@ class LanguageModelObjective:
         """The same from a recording; None without one. It is made once a sample has shown how much room to make."""
         if self._check_recorded is None or text.reference is None:
             return None
-        if self._room is not None and not self._answered:
+        if self.room is not None and not self._answered:
             return None
         if self._recording is None:
             if len(text.tokens) < min(self._batch_size, len(self._calibration.tokens)):

@@ -27,6 +27,7 @@ from rco.backends.layer_errors import layer_errors
 from rco.backends.objective import LanguageModelObjective, LossKind, Reference
 from rco.backends.option_errors import recorded_errors, weight_distances, weight_errors
 from rco.backends.plan import QuantizationPlan
+from rco.backends.recording import Recording
 from rco.backends.switched import SwitchedModel, switched_model
 from rco.compressors.packing import PackedWeight
 from rco.compressors.streaming import OptionStream, pinned_together
@@ -39,7 +40,6 @@ from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe_linears import ExpertLinear, model_linears, stacked_parameters
 from rco.models.precision import computing_in, default_compute_dtype
-from rco.models.spread import on_one_gpu
 from rco.store import CandidateStore, StoreMismatchError
 
 __all__ = ["QuantizationBackend", "Residency"]
@@ -368,7 +368,7 @@ class QuantizationBackend(Backend):
         references = [
             self.reference(data) if kl and data is not None else None for data in (calibration, selection)
         ]
-        recordable = self.graphs and on_one_gpu(self.loaded.model)  # before original weights leave it
+        recordable = self.graphs and Recording.possible(self.loaded.model)  # before original weights leave it
         with ExitStack() as stack:
             switched = stack.enter_context(self.switchable(searching=True))
             # Read before any gate is set; its weight stays the full model's own.

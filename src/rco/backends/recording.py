@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from rco.models.spread import on_one_gpu
 
 __all__ = ["Recording", "captured"]
 
@@ -66,6 +68,11 @@ class Recording:
         RuntimeError: As for :func:`captured`.
         torch.OutOfMemoryError: Likewise.
     """
+
+    @staticmethod
+    def possible(model: nn.Module) -> bool:
+        """Whether work on a model can be recorded: a graph belongs to one GPU."""
+        return on_one_gpu(model)
 
     def __init__(self, work: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> None:
         self._inputs = [tensor.detach().clone() for tensor in inputs]

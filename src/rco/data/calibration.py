@@ -25,7 +25,7 @@ from rco.data.documents import Data, DataError, Document, Part
 from rco.data.sources import Mixture, Source, resolve_source
 from rco.data.tokenization import first_tokens, text_pieces, token_stream
 
-__all__ = ["CalibrationSet", "DataSplits", "build_calibration", "build_splits", "splits"]
+__all__ = ["CalibrationSet", "DataSplits", "build_calibration", "build_splits", "splits", "whole_shares"]
 
 _CHARACTERS = 16_000_000  # of a source that is read whole; a larger one is thinned at random
 _CHARACTERS_PER_TOKEN = 16  # generous, so that thinning never starves a request
@@ -229,7 +229,7 @@ def _build(
             f"A sequence needs at least 2 tokens, a context and what follows it; got length {length}."
         )
     prefix = np.asarray(first_tokens(tokenizer), dtype=np.int64)
-    shares = None if samples is None else _shares(mixture.weights, samples)
+    shares = None if samples is None else whole_shares(mixture.weights, samples)
     tokens, mask, domains, places = [], [], [], []
     for index, source in enumerate(mixture.sources):
         wanted = None if shares is None else shares[index]
@@ -253,7 +253,7 @@ def _build(
     )
 
 
-def _shares(weights: Sequence[float], samples: int) -> list[int]:
+def whole_shares(weights: Sequence[float], samples: int) -> list[int]:
     """Whole numbers in proportion to the weights that sum to ``samples`` (largest remainders)."""
     exact = [weight * samples / math.fsum(weights) for weight in weights]
     counts = [math.floor(value) for value in exact]

@@ -58,11 +58,12 @@ class ProbeRoom:
         always_counted: Count them in samples as well, as is best where the host is the device.
 
     Attributes:
+        always_counted: As given.
         too_small: Samples so far that needed more room than they had.
     """
 
     def __init__(self, layers: int, *, always_counted: bool) -> None:
-        self._always_counted = always_counted
+        self.always_counted = always_counted
         self._factors = [_FIRST] * layers
         self._most = [0] * layers
         self._used: UsedRoom | None = None
@@ -79,7 +80,7 @@ class ProbeRoom:
 
         A ``recorded`` one will be replayed with other gates: it makes room for the most that was needed so far.
         """
-        self._used = None if self._always_counted else UsedRoom(recorded)
+        self._used = None if self.always_counted else UsedRoom(recorded)
         try:
             yield self._used
         finally:

@@ -27,7 +27,7 @@ from rco.models.shapes import random_model
 from rco.runs import environment, free_memory
 from rco.studies.step_cases import Case, Job, as_graph, floor, job_of, make_case, measure, random_tokens
 
-__all__ = ["run", "run_memory", "to_markdown"]
+__all__ = ["expected_bytes", "run", "run_memory", "sample_of", "sampled_gates", "to_markdown"]
 
 OnProgress = Callable[[int, int], None]
 _GIB = 2**30
@@ -80,7 +80,7 @@ def run(
         with sample_of(case) as work:
             row["sample"] = measure(work, place, repeats).to_dict()
         row["ratio"] = row["sample"]["seconds"] / row["floor"]["seconds"]
-        row["expected_bytes"] = _expected(case, length, checkpointing, offload=False)
+        row["expected_bytes"] = expected_bytes(case, length, checkpointing, offload=False)
     case.backend.checkpointing = False
     report = {
         "shape": shape,
@@ -145,7 +145,8 @@ def _noise(case: Case, samples: int) -> np.ndarray:
     return (torch.stack(draws) + case.problem.log_allowed).numpy()
 
 
-def _expected(case: Case, length: int, checkpointing: bool, offload: bool) -> int:
+def expected_bytes(case: Case, length: int, checkpointing: bool, offload: bool) -> int:
+    """Memory that a search on a case is expected to take on its device."""
     if not isinstance(case.backend, QuantizationBackend):
         dtype = case.backend.compute_dtype
         return pruning_memory(case.loaded, tokens=length, dtype=dtype, checkpointing=checkpointing).search
@@ -306,7 +307,7 @@ def run_memory(
                 "memory": "none" if job == "prune" else memory,
                 "checkpointing": checkpointing,
                 **timed.to_dict(),
-                "expected_bytes": _expected(case, length, checkpointing, memory == "offload"),
+                "expected_bytes": expected_bytes(case, length, checkpointing, memory == "offload"),
             }
         )
     tell(len(modes), len(modes))
