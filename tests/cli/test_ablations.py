@@ -128,7 +128,7 @@ def test_dry_run_counts_runs(small, capsys):
 
 def test_another_study_in_the_same_folder_is_refused(finished):
     config = finished[0]
-    with pytest.raises(ValueError, match="--resume"):
+    with pytest.raises(ValueError, match="resume=True"):
         run_ablations(config)
     with pytest.raises(ValueError, match="another configuration"):
         run_ablations(dataclasses.replace(config, bits="3.0", resume=True))

@@ -105,15 +105,15 @@ def test_stock_transformers_loads_it_bit_for_bit(rtn, tmp_path, model_type, dtyp
 
 
 def test_an_older_reader_is_refused_before_it_fails(rtn, tmp_path, monkeypatch):
-    import importlib.metadata
+    from rco import requirements
 
     loaded = load_model("tiny-llama")
     EXPORTER.export(
         loaded, packed_model(rtn, loaded, {"model.layers.0.mlp.up_proj": Scheme(3, 8)}), tmp_path / "out"
     )
-    reported = importlib.metadata.version
+    reported = requirements.version
     monkeypatch.setattr(
-        importlib.metadata,
+        requirements,
         "version",
         lambda name: "0.17.1" if name == "compressed-tensors" else reported(name),
     )
