@@ -33,8 +33,9 @@ def counted_passes(loaded):
 
 
 def simulated(monkeypatch, loaded, rate):
-    """A clock that runs with the multiplications of the blocks alone, ``rate`` of them in a second."""
+    """Clocks that run with the multiplications of the blocks alone, ``rate`` of them in a second."""
     now = [0.0]
+    monkeypatch.setattr(estimate, "cpu_clock", lambda: now[0])
 
     each = products(loaded)
 
@@ -72,6 +73,19 @@ def test_its_cost_is_bounded_and_does_not_grow_with_the_number_of_blocks(monkeyp
         assert [tokens for _, tokens, _ in seen] == [16]
     if per_pass < 1e-3:
         assert max(tokens for _, tokens, _ in seen) == 512
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_others_on_the_machine_do_not_count(monkeypatch, threads):
+    """Where other processes take turns, time passes in which this one does not compute."""
+    loaded = random_model("quick", device="cpu", dtype=torch.bfloat16, layers=2)
+    rate = 16 * products(loaded) / 1e-3
+    now = simulated(monkeypatch, loaded, rate)
+    alone = estimate.forward_seconds(loaded, torch.float32, 512)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(estimate, "clock", lambda: 5 * now[0])
+    monkeypatch.setattr(estimate, "cpu_clock", lambda: threads * now[0])
+    assert estimate.forward_seconds(loaded, torch.float32, 512) == pytest.approx(alone)
 
 
 def test_memory_is_probed_with_one_block_on_few_tokens():

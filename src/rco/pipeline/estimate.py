@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rco.backends.memory import SearchMemory, search_memory
 from rco.backends.plan import QuantizationPlan
@@ -25,7 +27,7 @@ _GROWTH = 4
 _REPEATS = 5
 _SECONDS = 0.1
 
-clock = time.perf_counter
+clock, cpu_clock = time.perf_counter, time.process_time
 
 
 @dataclass(frozen=True)
@@ -189,15 +191,23 @@ def _block_seconds(loaded: LoadedModel, index: int, dtype: torch.dtype, length: 
     while True:
         with lone_block(loaded.model, loaded.layout, index, tokens=tokens, dtype=dtype) as lone:
             times: list[float] = []
-            # The best of several: the first one warms up, and others may use the machine at the moment.
-            while len(times) < _REPEATS and sum(times) < _SECONDS:
-                began = clock()
-                float(lone().sum())  # waits for the device
-                times.append(clock() - began)
+            stop = clock() + _SECONDS
+            while not times or (len(times) < _REPEATS and clock() < stop):  # the first one warms up
+                times.append(_seconds(lone, loaded.device))
         best = min(times)
         if tokens == length or _GROWTH * best > _SECONDS:
             return best / tokens
         tokens = min(_GROWTH * tokens, length)
+
+
+def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
+    """Seconds of some work; on a CPU those that its threads were computing, whatever else the machine does."""
+    began, computed = clock(), cpu_clock()
+    float(work().sum())  # waits for the device
+    passed = clock() - began
+    if device.type != "cpu":
+        return passed
+    return min(passed, (cpu_clock() - computed) / torch.get_num_threads())
 
 
 def _weights_per_token(loaded: LoadedModel) -> float:
