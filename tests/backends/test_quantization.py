@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -49,14 +50,22 @@ def make_backend(folder, model_type="llama", dtype=torch.float32, model_argument
     return backend, data
 
 
+def _waits(thread):
+    """Whether a thread is blocked until another one is done."""
+    frame = sys._current_frames()[thread]
+    return frame.f_code.co_filename == threading.__file__ and frame.f_code.co_name == "wait"
+
+
 def test_an_interruption_while_the_disk_is_slow_costs_no_block_that_was_made(tmp_path, monkeypatch):
     write, begun = CandidateStore._write_file, []
 
     def slowly(store, path, index, tensors):
         begun.append(index)
-        if index == 1:  # by now the third is being made, and then waits for this one
-            threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
-            time.sleep(1.0)
+        if index == 1:  # the third is being made, and then waits for this one
+            main = threading.main_thread().ident
+            while not _waits(main):
+                time.sleep(0.01)
+            signal.pthread_kill(main, signal.SIGINT)
         write(store, path, index, tensors)
 
     monkeypatch.setattr(CandidateStore, "_write_file", slowly)
