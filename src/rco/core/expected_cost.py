@@ -140,8 +140,7 @@ class ExpectedCost:
 
     def in_problem_units(self, normal: Tensor) -> Tensor:
         """Gradients (q, N, K) of the expected cost in the problem's units."""
-        unit = self.unit if self.blocks is None else self.unit[self.blocks][None]
-        return normal * (unit[:, None, None] if self.blocks is None else unit[:, :, None])
+        return normal * (self.unit[:, None, None] if self.blocks is None else self.unit[self.blocks, None])
 
     def room(self, local: LocalCost) -> Tensor:
         """``B - C`` (J,) as a share of the range, zero where the budget is met to tolerance."""

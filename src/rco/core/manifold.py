@@ -111,6 +111,11 @@ class BudgetManifold:
     def _logits(self, x: Tensor) -> Tensor:
         return self._cost.masked(self._point(x.detach()))
 
+    def _vector(self, v: Tensor) -> Tensor:
+        """``v`` as float64, zero at forbidden options."""
+        v = self._point(v.detach(), "v")
+        return v if self._cost.forbidden is None else v.masked_fill(self._cost.forbidden, 0.0)
+
     def _per_budget(self, values: Tensor) -> Tensor:
         return values[0] if self._one_budget else values
 
@@ -186,9 +191,7 @@ class BudgetManifold:
         """
         cost = self._cost
         local = cost.local(self._logits(x))
-        v = self._point(v.detach(), "v")
-        if cost.forbidden is not None:
-            v = v.masked_fill(cost.forbidden, 0.0)
+        v = self._vector(v)
         along = (
             v.new_zeros(cost.num_budgets)
             if slack_component is None
@@ -252,10 +255,7 @@ class BudgetManifold:
         other step.
         """
         local = self._cost.local(self._logits(x))
-        v = self._point(v.detach(), "v")
-        if self._cost.forbidden is not None:
-            v = v.masked_fill(self._cost.forbidden, 0.0)
-        return self._hold(local, v)
+        return self._hold(local, self._vector(v))
 
     @overload
     def transport(
