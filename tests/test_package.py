@@ -16,14 +16,11 @@ from rco.cli import main
 ROOT = Path(__file__).parent.parent
 
 
-def test_import_is_quick_and_loads_no_torch():
-    code = "import sys, time; t = time.perf_counter(); import rco; "
-    code += "print(time.perf_counter() - t, 'torch' in sys.modules)"
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert float(out[0]) < 1.0
-    assert out[1] == "False"
+def test_import_loads_nothing_slow():
+    code = "import sys, rco; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "rco" in loaded.split()
+    assert {"torch", "numpy", "scipy", "numba", "transformers", "typer", "rich"}.isdisjoint(loaded.split())
 
 
 @pytest.mark.parametrize("name", rco.__all__)

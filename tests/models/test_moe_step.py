@@ -1,18 +1,15 @@
-import statistics
-import time
-
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from rco.models.moe_gates import expert_gates
 from rco.models.moe_tiny import wide_moe
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["deployed", "scale"])
 @pytest.mark.parametrize(("experts", "hidden"), [(64, 256), (512, 128)])
-def test_a_search_step_costs_at_most_a_plain_step_and_a_third(experts, hidden, mode):
+def test_a_search_step_takes_no_more_operations_than_a_training_step(experts, hidden, mode):
     torch.manual_seed(0)
     model = wide_moe(experts, hidden)
     tokens = torch.randint(0, 1024, (4, 128))
@@ -32,14 +29,9 @@ def test_a_search_step_costs_at_most_a_plain_step_and_a_third(experts, hidden, m
             gates.set_gates(keep)
             step()
 
-    plain()
-    gated()
-    ratios = []
-    for _ in range(7):  # taken in turns, so that a busy machine slows both
-        times = []
-        for run in (plain, gated):
-            start = time.perf_counter()
+    counts = []
+    for run in (plain, gated):
+        with FlopCounterMode(display=False) as counter:
             run()
-            times.append(time.perf_counter() - start)
-        ratios.append(times[1] / times[0])
-    assert statistics.median(ratios) <= 1.3
+        counts.append(counter.get_total_flops())
+    assert 0 < counts[1] <= counts[0]
