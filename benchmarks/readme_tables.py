@@ -46,11 +46,15 @@ def comparison():
     # Those that were not measured at 2.5 bits come last.
     methods.sort(key=lambda method: rows[method, "2.5"]["kl"] if (method, "2.5") in rows else float("inf"))
     lines = [
-        "**Mixed precision, tiny-llama, group size 64**: KL to the full model on evaluation text, mean ± standard",
-        f"deviation over up to {max(row['seeds'] for row in data['rows'])} seeds, all methods from the same "
-        f"candidates and with {allowance(data)}",
-        f"each (`{compare_command(data)}`;",
-        "who is who, perplexity, exact bits and seconds: [docs/comparison.md](docs/comparison.md)).",
+        "## Bits per layer: every method",
+        "",
+        "KL to the original model on evaluation text, tiny-llama with groups of 64 weights: mean ± standard "
+        "deviation "
+        f"over up to {max(row['seeds'] for row in data['rows'])} seeds.",
+        f"All methods choose from the same candidates and may use {allowance(data)} each. Perplexity, exact bits, "
+        "seconds and a description of each method: [comparison.md](comparison.md).",
+        "",
+        f"`{compare_command(data)}`",
         "",
         f"| method | {' | '.join(f'{budget} bits' for budget in budgets)} | tokens |",
         "|---|" + "---:|" * (len(budgets) + 1),
@@ -61,6 +65,39 @@ def comparison():
         most = max(row["tokens"] for row in found if row)
         lines.append(f"| {method} | {' | '.join(cells)} | {most:,.0f} |")
     return [*lines, "", *against_the_starts(rows, budgets), ""]
+
+
+def headline():
+    """The comparison in six rows and plain words."""
+    data = load("compare_quantize")
+    if data is None:
+        return []
+    methods = {
+        "rco": "RCO",
+        "higgs": "HIGGS: each layer measured alone, then an exact knapsack",
+        "fisher": "Fisher information of each layer, then an exact knapsack",
+        "evopress": "EvoPress: evolutionary search",
+        "uniform-fill": "the same width everywhere, the rest spent from the first layer on",
+        "uniform": "the same width everywhere",
+    }
+    budgets = budgets_of(data)
+    rows = {(row["method"], row["budget"]): row for row in data["rows"]}
+    lines = [
+        "KL divergence to the original model on held-out text (lower is better), mean of up to "
+        f"{max(row['seeds'] for row in data['rows'])} seeds, for",
+        "tiny-llama, a built-in model of 8 million parameters. All methods choose from the same quantized layers, "
+        "and searches",
+        "process the same number of tokens.",
+        "",
+        f"| method | {' | '.join(f'{budget} bits' for budget in budgets)} |",
+        "|---|" + "---:|" * len(budgets),
+    ]
+    for method, described in methods.items():
+        found = [rows.get((method, budget)) for budget in budgets]
+        if any(found):
+            cells = [f"{row['kl']:.4f}" if row else "" for row in found]
+            lines.append(f"| {described} | {' | '.join(cells)} |")
+    return [*lines, ""]
 
 
 def mean_and_spread(row):
@@ -177,8 +214,11 @@ def smollm():
         return []
     threads = f"{data['threads']} thread{'s' if data['threads'] > 1 else ''}"
     lines = [
-        f"**SmolLM2-135M at 3.0 bits on a CPU**: {data['minutes']:.0f} minutes and {data['peak_gib']:.1f} GiB with "
-        f"{threads} (`{data['command']}`, measured by `python benchmarks/smollm2_135m.py`).",
+        "## SmolLM2-135M on a CPU",
+        "",
+        f"3.0 bits, {data['minutes']:.0f} minutes and {data['peak_gib']:.1f} GiB with {threads}; measured by "
+        "`python benchmarks/smollm2_135m.py`, which runs",
+        f"`{data['command']}`.",
         "",
         "| allocation | bits | KL | perplexity |",
         "|---|---|---|---|",
@@ -193,9 +233,12 @@ def experts():
     if not found:
         return []
     lines = [
-        "**Widths of experts**: KL to the full model on evaluation text, mean ± standard deviation over seeds, all",
-        "from the same candidates (`python benchmarks/moe_precision.py`; what the methods are: "
-        "[docs/expert_widths.md](docs/expert_widths.md)).",
+        "## Bits per expert",
+        "",
+        "KL to the original model on evaluation text, mean ± standard deviation over seeds, all methods with "
+        "the same "
+        "candidates (`python benchmarks/moe_precision.py`). The methods are described in "
+        "[expert_widths.md](expert_widths.md).",
         "",
     ]
     for data in found:
@@ -220,8 +263,8 @@ def experts():
             f"{row['ratio']:.2f} ({row['model']}, {row['length']} tokens)" for row in step["rows"]
         )
         lines += [
-            f"A search step takes {ratios} times a plain forward and backward pass in the same process",
-            "(`python benchmarks/moe_step.py`).",
+            "Time of a search step, in units of a plain forward and backward pass of the same process "
+            f"(`python benchmarks/moe_step.py`): {ratios}.",
             "",
         ]
     return lines
@@ -263,8 +306,10 @@ def pruning():
     found = [load(f"expert_pruning_{model}") for model in ("tiny_moe", "lab_moe")]
     methods = ("rco", "rco@0.1", "evoesap", "frequency-global", "reap", "reap-global")
     lines = [
-        "**Expert pruning**: KL to the full model on seven domains, mean ± standard deviation over seeds, equal",
-        "tokens per search (`@0.1`: a tenth; [docs/expert_pruning.md](docs/expert_pruning.md)).",
+        "## Expert pruning",
+        "",
+        "KL to the original model on seven domains, mean ± standard deviation over seeds. Every search may use the "
+        "same number of tokens; `rco@0.1` uses a tenth of it ([expert_pruning.md](expert_pruning.md)).",
         "",
         "| model, pruned | " + " | ".join(methods) + " |",
         "|---|" + "---|" * len(methods),
@@ -284,7 +329,11 @@ def solver():
     if data is None:
         return []
     lines = [
-        "**Exact knapsack** (`rco bench solver`), one thread, fresh noise each call, HiGHS in the same run.",
+        "## Exact knapsack",
+        "",
+        "`rco bench solver`: one thread, new random values in each call, HiGHS measured in the same run. The "
+        "column "
+        "*target* is the limit that was set before the solver was written.",
         "",
     ]
     text = (RESULTS / "solver.md").read_text(encoding="utf-8")
@@ -304,10 +353,12 @@ def knapsack_study():
         "augmented_lagrangian": "augmented Lagrangian, best schedule",
     }
     lines = [
-        "**Knapsack study** (`rco bench knapsack`): per cent below the exact optimum after repair, mean of "
+        "## The paper's knapsack study",
+        "",
+        "`rco bench knapsack`: per cent below the exact optimum after repair, mean of "
         f"{data['knapsack']['settings']['instances']} instances.",
-        "All thirteen scenarios, violations and the comparison with the paper: "
-        "[knapsack_study.md](benchmarks/results/knapsack_study.md).",
+        "All thirteen scenarios, budget violations and the comparison with the paper: "
+        "[knapsack_study.md](../benchmarks/results/knapsack_study.md).",
         "",
         "| scenario | " + " | ".join(methods.values()) + " |",
         "|---|" + "---|" * len(methods),
@@ -323,13 +374,15 @@ def candidates():
     if data is None:
         return []
     lines = [
-        "**GPTQ at seven widths (2 to 8 bits) in units of one width** (`python benchmarks/gptq_widths.py`, "
-        f"{data['environment']['threads']} threads,",
-        f"{data['layers'][0]['tokens']:,} calibration tokens). The limit of {data['limit']} is for the way from a "
-        "layer's calibration inputs to its packed",
-        "candidates by GPTQ proper. The solve alone, which shares nothing but the factor of the Hessian, takes "
-        "more than that, and",
-        "so may the whole with the coordinate descent that `rco quantize` adds after GPTQ (`--sweeps`).",
+        "## GPTQ at seven widths",
+        "",
+        "Time to quantize one layer to 2, 3, ..., 8 bits, in units of the time for a single width "
+        f"(`python benchmarks/gptq_widths.py`, {data['environment']['threads']} threads, "
+        f"{data['layers'][0]['tokens']:,} calibration tokens).",
+        f"The limit of {data['limit']} applies to plain GPTQ from a layer's inputs to its packed weights "
+        "(sweeps 0). "
+        "The solve alone exceeds it, because widths share nothing there but the factor of the Hessian; so does the "
+        "whole where coordinate descent follows (`--sweeps`).",
         "",
         "| layer | sweeps | from inputs to candidates | solve alone | seconds, seven widths | seconds, Hessian |",
         "|---|---:|---:|---:|---:|---:|",
@@ -348,8 +401,10 @@ def memory():
     if data is None:
         return []
     lines = [
-        "**Memory of a search step** (`python benchmarks/search_memory.py`), MiB above model, store and reference:",
-        "it grows neither with the number of options nor with tokens x vocabulary.",
+        "## Memory of a search step",
+        "",
+        "MiB above the model, its candidates and the reference (`python benchmarks/search_memory.py`). It grows "
+        "neither with the number of options nor with tokens x vocabulary.",
         "",
         "| vocabulary | options | step | K dense copies would take | tokens x vocabulary would take |",
         "|---|---|---|---|---|",
@@ -370,11 +425,14 @@ def gpu_samples():
         return []
     run = data["eighth_run"]
     lines = [
-        "**On a GPU** (one H200; `rco bench step --shape qwen3-8b --device cuda`): seconds of a sample of the",
-        "search, one sequence of 2048 tokens, beside a plain forward and backward pass with weight gradients in",
-        "the same run, and GiB of the GPU. Shapes with random weights. Plain passes of experts, and those with",
-        "checkpointing, are limited by the host, which was slow; what they take on a fast one, and what is worse:",
-        "[docs/gpu.md](docs/gpu.md).",
+        "## Speed and memory on a GPU",
+        "",
+        "Seconds of one sample of the search (a sequence of 2048 tokens), beside a plain forward and backward pass "
+        "with weight gradients in the same run, and GiB on one H200 (`rco bench step --shape qwen3-8b "
+        "--device cuda`).",
+        "Shapes of real models with random weights. The host was slow and limits the plain passes of experts "
+        "and those "
+        "with checkpointing; times on a fast host, and cases that are slower: [gpu.md](gpu.md).",
         "",
         *gpu_table(),
         "",
@@ -416,11 +474,12 @@ def ablations():
         return []
     settings = data["settings"]
     return [
-        f"**Settings of the search**, {settings['model']} at {settings['bits']} bits, {settings['seeds']} seeds "
-        f"(`{data['command']}`): the best of the",
-        "values tried, for Algorithm 1 as printed and for the whole search, and those whose mean KL lies within "
-        "two standard",
-        "errors of the best. All nine sweeps with their plots: [docs/ablations](docs/ablations/ablations.md).",
+        "## Settings of the search",
+        "",
+        f"{settings['model']} at {settings['bits']} bits, {settings['seeds']} seeds (`{data['command']}`). For "
+        "Algorithm 1 as printed and for the whole search: the best of the values tried, and those whose mean "
+        "KL lies "
+        "within two standard errors of it. All nine sweeps with plots: [ablations](ablations/ablations.md).",
         "",
         *recommendation_table(data).splitlines(),
         "",
@@ -455,14 +514,14 @@ def flatness(data):
     default = data["centre"]["steps"]
     saved = 1 - tokens[default // 2] / tokens[default]
     return [
-        f"Ungrouped, the mean KL of Algorithm 1 goes from {found['printed']} over these settings: it wants steps, "
-        "samples and warmth.",
-        f"That of the whole search goes from {found['search']}, where its seeds alone differ by {spread:.4f} (one "
-        "standard deviation):",
-        "it hardly depends on them, and what comes and goes along a sweep is noise. So nothing here asks for other "
-        "defaults;",
-        f"`--steps {default // 2}` saves {100 * saved:.0f} % of the tokens for about the same result, and layers "
-        f"stay ungrouped (grouped: up to {grouped:.4f}).",
+        f"Without grouping, the mean KL of Algorithm 1 ranges from {found['printed']}: it benefits from more "
+        "steps, "
+        "more samples and a higher final temperature.",
+        f"That of the whole search ranges from {found['search']}, while its seeds alone vary by {spread:.4f} (one "
+        "standard deviation): it hardly depends on these settings, so the defaults stay.",
+        f"`--steps {default // 2}` saves {100 * saved:.0f} % of the tokens for about the same result. Grouped "
+        "layers "
+        f"are worse (up to {grouped:.4f}).",
     ]
 
 
@@ -595,7 +654,8 @@ def manifold_table(rows):
 
 
 DOCUMENTS = {
-    "README.md": (
+    "README.md": (headline,),
+    "docs/results.md": (
         comparison,
         smollm,
         pruning,

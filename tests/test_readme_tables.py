@@ -62,7 +62,7 @@ def cells(text, heading):
 
 def test_methods_are_rows_best_first_and_budgets_are_columns(tables, comparison, tmp_path):
     tables.main()
-    text = (tmp_path / "README.md").read_text()
+    text = (tmp_path / "docs" / "results.md").read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
@@ -75,6 +75,19 @@ def test_methods_are_rows_best_first_and_budgets_are_columns(tables, comparison,
     assert "the proxy knapsack (`fisher`): -7.7 % at 2.25, -6.2 % at 2.5" in text
     assert "fisher-pooled" not in text  # it was not measured
     assert "`rco compare quantize tiny-llama --bits 2.25,2.5 --seeds 2`" in text
+
+
+def test_the_readme_shows_at_most_six_methods_in_plain_words(tables, comparison, tmp_path):
+    tables.main()
+    assert cells((tmp_path / "README.md").read_text(), "| method |") == [
+        ["RCO", "0.2400", "0.1500"],
+        ["Fisher information of each layer, then an exact knapsack", "0.2600", "0.1600"],
+        ["the same width everywhere, the rest spent from the first layer on", "0.4000", "0.3000"],
+    ]
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 130
+    assert text.count("|---|") == 1
+    assert len(cells(text, "| method |")) <= 6
 
 
 def test_the_long_tables_are_those_of_the_command(tables, comparison, tmp_path):
