@@ -55,7 +55,7 @@ __all__ = sorted([*_EXPORTS, "__version__"])
 try:
     __version__ = version("rco")
 except PackageNotFoundError:  # run from a source tree that is not installed
-    __version__ = "0.1.0"
+    __version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:

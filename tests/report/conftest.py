@@ -189,7 +189,7 @@ def quantized(
         },
         environment={
             "time": "2025-01-01T12:00:00Z",
-            "rco": "0.1.0",
+            "rco": "0.2.0",
             "python": "3.12.1",
             "torch": "2.11.0",
             "cpu": "An example CPU @ 2.0 GHz",
