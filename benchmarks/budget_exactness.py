@@ -12,16 +12,16 @@ import numpy as np
 import torch
 
 from rco import InfeasibleBudgetError, solve_mckp
-from rco.backends.base import Budget
-from rco.backends.candidates import CandidateSettings
-from rco.backends.plan import make_plan
-from rco.backends.quantization import QuantizationBackend
+from rco.compression.base import Budget
+from rco.compression.candidates import CandidateSettings
+from rco.compression.plan import make_plan
+from rco.compression.quantization import QuantizationBackend
 from rco.data.calibration import CalibrationSet
 from rco.evaluation.size import average_bits, checkpoint_size
 from rco.export.compressed_tensors import CompressedTensorsExporter
 from rco.models.loading import wrap_model
-from rco.models.tiny import tiny_model
 from rco.runs import environment, write_json_atomic
+from rco.testing.tiny_models import tiny_model
 
 RESULTS = Path(__file__).parent / "results"
 PRESETS = {

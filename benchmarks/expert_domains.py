@@ -133,7 +133,7 @@ def by_kind(domains):
 
 def accuracies(settings, planned, chosen, seed):
     """Accuracy on every task; of the full model for None."""
-    from rco.backends.expert_problem import KEEP
+    from rco.compression.expert_problem import KEEP
     from rco.pipeline.evaluate import headline, measure_tasks
 
     everything = [KEEP] * planned.problem.num_groups

@@ -22,13 +22,13 @@ RESULTS = Path(__file__).parent / "results" / "expert_step.json"
 
 def measure(experts, hidden, mode, arguments):
     """Seconds of plain passes and of search steps, taken in turns."""
-    from rco.backends.base import Budget
-    from rco.backends.expert_pruning import ExpertPruningBackend
+    from rco.compression.base import Budget
+    from rco.compression.expert_pruning import ExpertPruningBackend
     from rco.core.search import RCO
     from rco.data.calibration import CalibrationSet
     from rco.losses import Head, chunked_kl
     from rco.models.loading import wrap_model
-    from rco.models.moe_tiny import wide_moe
+    from rco.testing.tiny_models import wide_moe
 
     model = wide_moe(experts, hidden, layers=arguments.layers, vocabulary=arguments.vocabulary)
     plain_model = wrap_model(copy.deepcopy(model))

@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def errors_by_sequences(differences, relative, repeats, rng):
     """Error of the plain and the pooled estimate for several numbers of sequences."""
-    from rco.backends.sensitivity import predicted_losses
+    from rco.compression.sensitivity import predicted_losses
 
     rows = []
     for count in (1, 2, 4, 8, 16, 32, 48):
@@ -35,8 +35,8 @@ def errors_by_sequences(differences, relative, repeats, rng):
 
 
 def main():
-    from rco.backends.base import Budget
-    from rco.backends.sensitivity import fisher_differences, predicted_losses
+    from rco.compression.base import Budget
+    from rco.compression.sensitivity import fisher_differences, predicted_losses
     from rco.core.knapsack import solve_mckp
     from rco.core.refine import spend
     from rco.pipeline.common import build_data

@@ -27,9 +27,9 @@ def main():
     parser.add_argument("--out", type=Path, default=RESULTS / "gguf_candidates.json")
     arguments = parser.parse_args()
 
-    from rco.backends.gguf_file import GGUFFile
-    from rco.backends.gguf_types import GGUF_WIDTHS
-    from rco.compressors.grid import Grid, round_to_nearest
+    from rco.compression.gguf_file import GGUFFile
+    from rco.compression.gguf_types import GGUF_WIDTHS
+    from rco.formats.grid import Grid, round_to_nearest
     from rco.models.loading import load_model
     from rco.runs import environment, write_json_atomic
 

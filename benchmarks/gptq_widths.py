@@ -21,9 +21,9 @@ from pathlib import Path
 import numba
 import torch
 
-from rco.compressors.gptq import gptq
-from rco.compressors.grid import Grid
-from rco.compressors.hessian import HessianAccumulator
+from rco.formats.gptq import gptq
+from rco.formats.grid import Grid
+from rco.formats.hessian import HessianAccumulator
 from rco.pipeline.configs import QuantizeConfig
 
 SHAPES = [(704, 256), (1024, 1024), (2816, 1024)]

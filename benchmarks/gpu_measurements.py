@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from rco.compressors.gptq import gptq
-from rco.compressors.grid import Grid
+from rco.formats.gptq import gptq
+from rco.formats.grid import Grid
 from rco.models.shapes import SHAPES, random_model
 from rco.models.zoo import find_builtin
 from rco.runs import environment

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from rco.models.moe_room import ProbeRoom
+from rco.models.moe.probe_buffer import ProbeRoom
 from rco.models.shapes import SHAPES, random_model
 from rco.runs import environment
 from rco.studies.step_bench import sample_of
@@ -77,7 +77,7 @@ def pretend():
     triton.cdiv = lambda a, b: -(-a // b)
     triton.language = Language("triton.language")
     sys.modules |= {"triton": triton, "triton.language": triton.language}
-    from rco.compressors import packing, switchable, triton_bfloat16, triton_kernels
+    from rco.formats import packing, switchable, triton_bfloat16, triton_kernels
 
     packing.on_triton_path = lambda tensor: True
     packing.on_compiled_path = lambda tensor: False

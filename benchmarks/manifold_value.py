@@ -110,7 +110,7 @@ def prior_of(settings, backend, data, problem, seed):
     """RCO's initial logits; the sensitivities behind them are measured once per seed."""
     from safetensors.torch import load_file
 
-    from rco.backends.sensitivity import fisher_differences, logits_from_losses, second_order
+    from rco.compression.sensitivity import fisher_differences, logits_from_losses, second_order
     from rco.folders import write_tensors_atomic
 
     path = Path(settings.work) / f"sensitivities-{seed}-{settings.sensitivity}-{settings.length}.safetensors"
@@ -138,7 +138,7 @@ def run_part(settings, bits, method, own, start, seed, tuning=False):
     """Search once, end it in every way, and judge each; tuning, one way is judged on the selection text."""
     import torch
 
-    from rco.backends.base import Budget
+    from rco.compression.base import Budget
     from rco.core.knapsack import solve_mckp
     from rco.core.refine import spend
     from rco.core.relaxation import expected_cost

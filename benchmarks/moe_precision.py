@@ -168,7 +168,7 @@ def run_part(settings, model, bits, seed, method):
     """Search and judge; one line of the file of parts."""
     import numpy as np
 
-    from rco.backends.sensitivity import logits_from_losses, second_order
+    from rco.compression.sensitivity import logits_from_losses, second_order
     from rco.pipeline.judge import Judge
     from rco.pipeline.searchers import configured_searcher
 
@@ -230,7 +230,7 @@ def _sensitivities(settings, model, seed, backend, calibration):
     """Differences and layer errors, which depend on the groups but not on the budget: measured once."""
     from safetensors.torch import load_file
 
-    from rco.backends.sensitivity import fisher_differences
+    from rco.compression.sensitivity import fisher_differences
     from rco.folders import write_tensors_atomic
 
     groups = [[[member.name for member in group.members], group.widths] for group in backend.plan.groups]
@@ -249,7 +249,7 @@ def _sensitivities(settings, model, seed, backend, calibration):
 
 def _restrict(backend, budget, width):
     """Let experts be either pruned or at one width; the problem that this leaves."""
-    from rco.backends.plan import PRUNED
+    from rco.compression.plan import PRUNED
 
     groups = tuple(
         dataclasses.replace(group, widths=tuple(w for w in group.widths if w in (PRUNED, width)))

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rco.backends.objective import Reference
+from rco.compression.objective import Reference
 from rco.losses import Head, chunked_kl
 from rco.models.precision import computing_in
 from rco.pipeline.common import build_data

@@ -47,14 +47,14 @@ class Peak:
 def case(vocabulary, widths):
     import torch
 
-    from rco.backends.base import Budget
-    from rco.backends.candidates import CandidateSettings
-    from rco.backends.plan import make_plan
-    from rco.backends.quantization import QuantizationBackend
+    from rco.compression.base import Budget
+    from rco.compression.candidates import CandidateSettings
+    from rco.compression.plan import make_plan
+    from rco.compression.quantization import QuantizationBackend
     from rco.core.refine import uniform_allocation
     from rco.data.calibration import CalibrationSet
     from rco.models.loading import wrap_model
-    from rco.models.tiny import tiny_model
+    from rco.testing.tiny_models import tiny_model
 
     model = tiny_model(
         "llama", vocab_size=vocabulary, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=LAYERS,

@@ -48,7 +48,7 @@ class Recipe:
     Attributes:
         table: Which table of the paper.
         model: Hub id.
-        architecture: The same as a name that ``rco.models.tiny`` knows.
+        architecture: The same as a name that ``rco.testing.tiny_models`` knows.
         jobs: In the order in which they must run.
         tiny: How the random model of the dry run differs from that module's.
     """
@@ -91,6 +91,6 @@ def run(recipe: Recipe, arguments: list[str] | None = None) -> int:
 
 def tiny_model(recipe: Recipe, folder: Path) -> str:
     """A random model of the recipe's architecture, small enough for any machine."""
-    from rco.models.tiny import save_tiny
+    from rco.testing.tiny_models import save_tiny
 
     return str(save_tiny(recipe.architecture, folder / recipe.model.rpartition("/")[2], **recipe.tiny))

@@ -17,8 +17,8 @@ from rco import api
 from rco.cli import main
 from rco.data.calibration import build_calibration
 from rco.data.documents import Texts
-from rco.models.tiny import save_tiny
 from rco.pipeline.configs import EvaluateConfig, PruneConfig, QuantizeConfig
+from rco.testing.tiny_models import save_tiny
 
 SIZES = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
@@ -325,7 +325,7 @@ def test_a_call_that_fails_leaves_nothing(llama, clean, stage, inplace):
 
 def test_a_failure_while_weights_are_put_in_place(llama, monkeypatch):
     """All or nothing: the last weight cannot be decoded, so none has been replaced."""
-    from rco.compressors.packing import PackedWeight
+    from rco.formats.packing import PackedWeight
 
     model, tokenizer = llama
     before = everything(model)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rco.backends.sensitivity import logits_from_losses, predicted_losses
+from rco.compression.sensitivity import logits_from_losses, predicted_losses
 from rco.core.problem import AllocationProblem
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rco import store as store_module
-from rco.compressors.packing import PackedWeight, pack
 from rco.folders import LockedError, WriteError
+from rco.formats.packing import PackedWeight, pack
 from rco.store import CandidateStore, StoreCorruptError, StoreError, StoreMismatchError
 
 IDENTITY = {

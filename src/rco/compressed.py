@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from rco.backends.deployment import decode_into
-from rco.backends.engines import find_engine
-from rco.backends.quantization import QuantizationBackend
-from rco.compressors.packing import PackedWeight
+from rco.compression.deployment import decode_into
+from rco.compression.engines import find_engine
+from rco.compression.quantization import QuantizationBackend
 from rco.core.problem import Allocation
 from rco.core.result import SearchResult
 from rco.folders import write_json_atomic
+from rco.formats.packing import PackedWeight
 from rco.models.loading import LoadedModel
-from rco.models.moe_prune import prune_experts
+from rco.models.moe.prune import prune_experts
 from rco.pipeline.checkpoints import export_pruning, export_quantized, make_exporter
 from rco.pipeline.common import Outcome, Planned, slug
 from rco.pipeline.configs import CompressConfig, PruneConfig, QuantizeConfig

@@ -21,7 +21,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rco.compressors.packing import PackedWeight
 from rco.folders import (
     FolderLock,
     as_json,
@@ -33,6 +32,7 @@ from rco.folders import (
     write_json_atomic,
     write_tensors_atomic,
 )
+from rco.formats.packing import PackedWeight
 
 __all__ = ["CandidateStore", "StoreCorruptError", "StoreError", "StoreMismatchError"]
 

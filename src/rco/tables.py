@@ -37,8 +37,8 @@ METHODS: dict[str, str] = {
     "random-pick": "rco.baselines.selection:RandomPick",
 }
 BACKENDS: dict[str, str] = {
-    "expert-pruning": "rco.backends.expert_pruning:ExpertPruningBackend",
-    "quantization": "rco.backends.quantization:QuantizationBackend",
+    "expert-pruning": "rco.compression.expert_pruning:ExpertPruningBackend",
+    "quantization": "rco.compression.quantization:QuantizationBackend",
 }
 FORMATS: dict[str, str] = {
     "compressed-tensors": "rco.export.compressed_tensors:CompressedTensorsExporter",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rco.cli import main
-from rco.models.tiny import save_tiny
+from rco.testing.tiny_models import save_tiny
 
 _SIZES = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,

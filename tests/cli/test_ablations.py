@@ -8,9 +8,9 @@ import torch
 
 from rco.cli import main
 from rco.core.plain import PlainRCO
-from rco.models.tiny import save_tiny
 from rco.pipeline.ablations import _Bench, plan_ablations, run_ablations
 from rco.pipeline.configs import AblationConfig
+from rco.testing.tiny_models import save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_a_stopped_study_goes_on_with_what_is_missing(finished):
 
 def test_a_group_is_as_sensitive_as_its_members_together(finished):
     """The file of single linears serves grouped runs, and runs that see fewer sequences."""
-    from rco.backends.sensitivity import fisher_differences
+    from rco.compression.sensitivity import fisher_differences
 
     config = plan_ablations(finished[0]).config
     config = dataclasses.replace(config, store=config.out / "candidates")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import rco.pipeline.evaluate as module
-from rco.models.tiny import save_tiny
+from rco.testing.tiny_models import save_tiny
 
 QUICK = ["--sequences=2", "--length=16"]
 

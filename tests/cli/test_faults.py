@@ -11,7 +11,7 @@ import faulty
 import pytest
 from safetensors.torch import load_file
 
-from rco.models.tiny import save_tiny
+from rco.testing.tiny_models import save_tiny
 
 QUICK = [
     "--bits=3", "--sequences=3", "--sensitivity=2", "--selection=2", "--evaluation=2", "--length=16",

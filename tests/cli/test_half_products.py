@@ -8,7 +8,7 @@ from half_products import HALF, NoHalfProducts
 
 from rco.models.loading import load_model
 from rco.models.precision import computing_in
-from rco.models.tiny import save_tiny
+from rco.testing.tiny_models import save_tiny
 
 SIZES = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,

@@ -8,7 +8,7 @@ import transformers
 
 import rco
 from rco.models.loading import load_model
-from rco.models.moe import moe_layers
+from rco.models.moe.layers import moe_layers
 from rco.runs import RunDirectory
 
 SMALL = ["--sequences=6", "--selection=2", "--evaluation=4", "--length=16", "--steps=4", "--samples=2"]
@@ -64,7 +64,7 @@ def test_from_a_model_to_a_checkpoint_that_loads(run, tmp_path, random_moe, text
     assert sum(layer.num_experts for layer in moe_layers(pruned.model)) == 11
     assert sum(p.numel() for p in pruned.model.parameters()) == told["certificate"]["parameters"]
     # The checkpoint computes what the mask computes on the full model.
-    from rco.models.moe_gates import expert_gates
+    from rco.models.moe.gates import expert_gates
 
     full = load_model(random_moe)
     keep = torch.zeros(16)

@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from rco.backends.gguf_types import BLOCK_TYPES
 from rco.cli import main
+from rco.compression.gguf_types import BLOCK_TYPES
 from rco.export.llama_cpp import parse_tensor_types
 
 QUICK = [

@@ -15,7 +15,7 @@ from rco.evaluation import (
 )
 from rco.evaluation.statistics import mean_of_sequences
 from rco.models.loading import wrap_model
-from rco.models.tiny import tiny_model
+from rco.testing.tiny_models import tiny_model
 
 VOCABULARY = 96
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rco.backends.accounting import DENSE, Scheme, stored_bits, weight_bits
-from rco.compressors.packing import PackedWeight, pack
+from rco.compression.accounting import DENSE, Scheme, stored_bits, weight_bits
 from rco.data.calibration import CalibrationSet
 from rco.evaluation import (
     EvaluationError,
@@ -18,8 +17,9 @@ from rco.evaluation import (
     measure_perplexity,
 )
 from rco.export import CompressedTensorsExporter, DenseExporter
+from rco.formats.packing import PackedWeight, pack
 from rco.models.loading import load_model, wrap_model
-from rco.models.tiny import tiny_model
+from rco.testing.tiny_models import tiny_model
 
 
 def random_weight(info, scheme, generator):

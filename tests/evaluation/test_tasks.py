@@ -9,7 +9,7 @@ import torch
 from rco.evaluation import EvaluationError, evaluate_task, load_task, run_harness
 from rco.evaluation.tasks import Item, Task, log_likelihoods
 from rco.models.loading import load_model, wrap_model
-from rco.models.tiny import tiny_model
+from rco.testing.tiny_models import tiny_model
 
 TEXTS = [
     ("The cat sat on the", " mat"),

@@ -9,17 +9,17 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from rco.backends.accounting import DENSE, FileLayout, Scheme, checkpoint_bytes, fixed_bytes, option_bytes
-from rco.compressors.packing import packed_words
+from rco.compression.accounting import DENSE, FileLayout, Scheme, checkpoint_bytes, fixed_bytes, option_bytes
 from rco.export import CompressedTensorsExporter, ExportError, check_exportable, validate_for_engine
 from rco.export.base import atomic_folder
 from rco.export.compressed_tensors import quantization_config
 from rco.export.writer import verify_checkpoint, write_checkpoint
+from rco.formats.packing import packed_words
 from rco.models.layout import ARCHITECTURES, LinearInfo
 from rco.models.loading import load_model, wrap_model
 from rco.models.precision import computing_in
-from rco.models.tiny import tiny_model
 from rco.models.zoo import ModelError
+from rco.testing.tiny_models import tiny_model
 
 EXPORTER = CompressedTensorsExporter()
 SCHEMES = [
@@ -339,7 +339,7 @@ def test_a_replacement_that_was_killed_midway_is_undone(tmp_path):
 
 
 def test_damage_is_noticed(tmp_path):
-    from rco.backends.accounting import TensorSpec
+    from rco.compression.accounting import TensorSpec
 
     specs = [TensorSpec("a", torch.int32, (4,)), TensorSpec("b", torch.int64, (2,))]
     values = {"a": torch.arange(4, dtype=torch.int32), "b": torch.arange(2)}

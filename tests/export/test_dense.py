@@ -5,7 +5,7 @@ import torch
 
 from rco.export import DenseExporter, ExportError
 from rco.models.loading import load_model, wrap_model
-from rco.models.tiny import tiny_model
+from rco.testing.tiny_models import tiny_model
 
 EXPORTER = DenseExporter()
 

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from rco.backends.accounting import DENSE, Scheme
-from rco.backends.base import Budget
-from rco.backends.candidates import CandidateSettings
-from rco.backends.plan import make_plan
-from rco.backends.quantization import QuantizationBackend
+from rco.compression.accounting import DENSE, Scheme
+from rco.compression.base import Budget
+from rco.compression.candidates import CandidateSettings
+from rco.compression.plan import make_plan
+from rco.compression.quantization import QuantizationBackend
 from rco.data.calibration import CalibrationSet
 from rco.evaluation.size import read_headers
 from rco.export import CompressedTensorsExporter, DenseExporter, validate_for_engine
 from rco.export.compressed_tensors import quantization_config
 from rco.export.expert_targets import one_scheme, written_schemes
 from rco.models.loading import _from_pretrained, wrap_model
-from rco.models.moe import MOE_ARCHITECTURES, moe_layers
-from rco.models.moe_linears import ExpertLinear, model_linears
-from rco.models.moe_tiny import TINY_MOE_NAMES, tiny_moe, tiny_tokens
+from rco.models.moe.layers import MOE_ARCHITECTURES, moe_layers
+from rco.models.moe.linears import ExpertLinear, model_linears
+from rco.testing.tiny_models import TINY_MOE_NAMES, tiny_moe, tiny_tokens
 
 ARCHITECTURES = [name for name in TINY_MOE_NAMES if "-" not in name]
 # As long as the rows of every down projection, half of the others.

@@ -13,13 +13,13 @@ from torch import nn
 from transformers import AutoConfig
 
 from rco import tables
-from rco.backends.accounting import DENSE, Scheme
-from rco.compressors.grid import Grid, round_to_nearest
+from rco.compression.accounting import DENSE, Scheme
 from rco.export import ExportError
+from rco.formats.grid import Grid, round_to_nearest
 from rco.models.loading import wrap_model
-from rco.models.moe import MOE_ARCHITECTURES
-from rco.models.moe_linears import ExpertLinear, model_linears
-from rco.models.tiny import tiny_model
+from rco.models.moe.layers import MOE_ARCHITECTURES
+from rco.models.moe.linears import ExpertLinear, model_linears
+from rco.testing.tiny_models import tiny_model
 
 TOOLS = ["gptqmodel", "llm-compressor", "auto-round"]
 SCHEMES = [Scheme(2, 16), Scheme(4, 8), Scheme(3, 16), DENSE, Scheme(8, 8)]

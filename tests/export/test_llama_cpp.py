@@ -6,18 +6,18 @@ from fractions import Fraction
 import pytest
 import torch
 
-from rco.backends.accounting import DENSE, Scheme, distinct_state
-from rco.backends.gguf_file import GGUFFile
-from rco.backends.gguf_types import BLOCK_TYPES, GGUF_WIDTHS, block_type, written_type
-from rco.compressors.packing import PackedWeight
+from rco.compression.accounting import DENSE, Scheme, distinct_state
+from rco.compression.gguf_file import GGUFFile
+from rco.compression.gguf_types import BLOCK_TYPES, GGUF_WIDTHS, block_type, written_type
 from rco.export import ExportError
 from rco.export.llama_cpp import LlamaCppExporter, parse_tensor_types, types_written
+from rco.formats.packing import PackedWeight
 from rco.models.gguf_names import gguf_names
 from rco.models.layout import ARCHITECTURES
 from rco.models.loading import wrap_model
-from rco.models.moe_linears import model_linears
-from rco.models.tiny import tiny_model
+from rco.models.moe.linears import model_linears
 from rco.models.zoo import ModelError
+from rco.testing.tiny_models import tiny_model
 
 # Rows of 256 (K types), of 288 (plain types only) and of 80 (no type at all).
 SIZES = {"hidden_size": 256, "intermediate_size": 288, "num_attention_heads": 8, "head_dim": 32}

@@ -7,9 +7,9 @@ from safetensors import safe_open
 
 from rco.export.base import ExportError
 from rco.export.pruned_experts import EXPERT_MAP_FILE, export_pruned, load_pruned
-from rco.models.moe import moe_layers
-from rco.models.moe_gates import expert_gates
-from rco.models.moe_tiny import TINY_MOE_NAMES, random_keep, tiny_moe, tiny_tokens
+from rco.models.moe.gates import expert_gates
+from rco.models.moe.layers import moe_layers
+from rco.testing.tiny_models import TINY_MOE_NAMES, random_keep, tiny_moe, tiny_tokens
 
 CONSTANT = [name for name in TINY_MOE_NAMES if name.startswith(("deepseek_v3", "glm4_moe", "gpt_oss"))]
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from rco import tables
-from rco.backends.accounting import DENSE, Scheme
+from rco.compression.accounting import DENSE, Scheme
 from rco.export import ExportError
 from rco.export.mlx import mlx_paths
 from rco.models.layout import ARCHITECTURES
 from rco.models.loading import wrap_model
-from rco.models.moe_linears import model_linears
-from rco.models.tiny import tiny_model
+from rco.models.moe.linears import model_linears
+from rco.testing.tiny_models import tiny_model
 
 RECIPES = ["gptqmodel", "llm-compressor", "auto-round", "mlx"]
 SCHEMES = [Scheme(2, 32, symmetric=False), Scheme(4, 64), Scheme(3, None), Scheme(8, 64), DENSE]

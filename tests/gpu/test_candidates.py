@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rco.compressors.gptq import gptq
-from rco.compressors.grid import Grid, round_to_nearest
+from rco.formats.gptq import gptq
+from rco.formats.grid import Grid, round_to_nearest
 
 pytestmark = pytest.mark.gpu
 

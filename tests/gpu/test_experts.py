@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from rco.compressors.grid import Grid, round_to_nearest
-from rco.compressors.stacks import decode_segments
-from rco.models.moe import moe_layers
-from rco.models.moe_linears import original_stacks
-from rco.models.moe_options import ExpertOptions
-from rco.models.moe_switch import switchable_experts
+from rco.formats.grid import Grid, round_to_nearest
+from rco.formats.stacks import decode_segments
+from rco.models.moe.layers import moe_layers
+from rco.models.moe.linears import original_stacks
+from rco.models.moe.options import ExpertOptions
+from rco.models.moe.switch import switchable_experts
 from rco.models.shapes import random_model
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +25,7 @@ WIDTHS = range(2, 9)
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_stacks_at_mixed_widths_decode_as_on_the_cpu(experts, rows, cols, group, symmetric, dtype):
-    from rco.compressors import gpu  # needs Triton
+    from rco.formats import gpu  # needs Triton
 
     generator = torch.Generator().manual_seed(experts)
     weight = torch.randn(experts * rows, cols, generator=generator)

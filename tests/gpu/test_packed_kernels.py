@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from rco.compressors.packing import PackedWeight, inner_products, pack
-from rco.compressors.streaming import OptionStream
-from rco.compressors.switchable import Selection, SwitchableLinear, switchable_linear
+from rco.formats.packing import PackedWeight, inner_products, pack
+from rco.formats.streaming import OptionStream
+from rco.formats.switchable import Selection, SwitchableLinear, switchable_linear
 
-gpu = pytest.importorskip("rco.compressors.gpu", reason="the kernels are Triton's", exc_type=ImportError)
+gpu = pytest.importorskip("rco.formats.gpu", reason="the kernels are Triton's", exc_type=ImportError)
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from ranks import results, start_ranks
 
 import rco
 from rco.cli import main
-from rco.models.moe import moe_layers
+from rco.models.moe.layers import moe_layers
 
 pytestmark = pytest.mark.gpu
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from expert_cases import experts_case
 
-from rco.backends.expert_problem import KEEP
-from rco.compressors.streaming import pinned
+from rco.compression.expert_problem import KEEP
 from rco.core.transfer import send
+from rco.formats.streaming import pinned
 from rco.losses import chunked_kl
 from rco.studies.step_bench import expected_bytes, run, run_memory, sample_of, sampled_gates
 from rco.studies.step_cases import make_case, measure
@@ -277,7 +277,7 @@ def test_what_cannot_be_recorded_is_launched_and_right(monkeypatch, caplog):
             loss.detach().item()
         return loss
 
-    monkeypatch.setattr("rco.backends.objective.chunked_kl", looking)
+    monkeypatch.setattr("rco.compression.objective.chunked_kl", looking)
     with case.backend.objective(case.data) as objective:
         found = [objective.enqueue(*request)() for request in requests]
         assert not objective.recorded

@@ -7,7 +7,7 @@ import torch
 
 from rco.models.capture import BlockInputs, linear_inputs
 from rco.models.layout import ARCHITECTURES
-from rco.models.tiny import tiny_model
+from rco.testing.tiny_models import tiny_model
 
 
 def tokens_for(sequences=5, length=20):

@@ -6,8 +6,8 @@ from torch import nn
 from torch.func import functional_call
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from rco.compressors.packing import PackedWeight, pack
-from rco.compressors.switchable import SwitchableLinear
+from rco.formats.packing import PackedWeight, pack
+from rco.formats.switchable import SwitchableLinear
 from rco.losses import Head, chunked_kl
 from rco.models.gating import checkpointed_blocks, frozen, make_switchable, switchable_model
 

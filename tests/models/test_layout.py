@@ -8,8 +8,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rco.models.layout import ARCHITECTURES, layout_for
-from rco.models.tiny import tiny_model
 from rco.models.zoo import ModelError
+from rco.testing.tiny_models import tiny_model
 
 ALL = sorted(ARCHITECTURES)
 UNTIED = [name for name in ALL if name != "gemma3"]

@@ -18,8 +18,8 @@ from rco.models import loading
 from rco.models.capture import BlockInputs
 from rco.models.files import check_safetensors, file_sha256, folder_fingerprint, weight_files
 from rco.models.loading import check_packing, load_model, pick_device, wrap_model
-from rco.models.tiny import tiny_model
 from rco.models.zoo import ModelError, find_builtin
+from rco.testing.tiny_models import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +298,7 @@ def test_the_package_asks_for_the_reader_that_it_needs():
 
 def test_importing_these_packages_imports_no_model_library():
     code = (
-        "import sys, rco.models.loading, rco.models.capture, rco.models.tiny, rco.data.calibration;"
+        "import sys, rco.models.loading, rco.models.capture, rco.testing.tiny_models, rco.data.calibration;"
         "sys.exit(any(name in sys.modules for name in ('transformers', 'datasets', 'huggingface_hub')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,9 +5,9 @@ import torch
 
 from rco.losses import Head
 from rco.models.loading import wrap_model
-from rco.models.moe_fisher import expert_sensitivity
-from rco.models.moe_gates import expert_gates
-from rco.models.moe_tiny import TINY_MOE_NAMES, tiny_moe
+from rco.models.moe.fisher import expert_sensitivity
+from rco.models.moe.gates import expert_gates
+from rco.testing.tiny_models import TINY_MOE_NAMES, tiny_moe
 
 
 def head_of(loaded):

@@ -3,10 +3,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rco.models.moe import moe_layers
-from rco.models.moe_gates import expert_gates
-from rco.models.moe_routing import route
-from rco.models.moe_tiny import TINY_MOE_NAMES, random_keep, tiny_moe, tiny_tokens
+from rco.models.moe.gates import expert_gates
+from rco.models.moe.layers import moe_layers
+from rco.models.moe.routing import route
+from rco.testing.tiny_models import TINY_MOE_NAMES, random_keep, tiny_moe, tiny_tokens
 
 UNGROUPED = [name for name in TINY_MOE_NAMES if name not in ("deepseek_v2-grouped", "deepseek_v3")]
 GROUPED = ["deepseek_v2-grouped", "deepseek_v3"]

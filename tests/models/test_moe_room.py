@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from rco.models.moe import moe_layers
-from rco.models.moe_gates import expert_gates
-from rco.models.moe_room import ProbeRoom
-from rco.models.moe_tiny import TINY_MOE_NAMES, random_keep, tiny_moe, tiny_tokens
+from rco.models.moe.gates import expert_gates
+from rco.models.moe.layers import moe_layers
+from rco.models.moe.probe_buffer import ProbeRoom
+from rco.testing.tiny_models import TINY_MOE_NAMES, random_keep, tiny_moe, tiny_tokens
 
 
 def gradient_of(model, gates, keep):

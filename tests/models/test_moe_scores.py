@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from rco.models.moe import moe_layers
-from rco.models.moe_scores import collect_expert_scores
-from rco.models.moe_tiny import TINY_MOE_NAMES, tiny_moe, tiny_tokens
+from rco.models.moe.layers import moe_layers
+from rco.models.moe.scores import collect_expert_scores
+from rco.testing.tiny_models import TINY_MOE_NAMES, tiny_moe, tiny_tokens
 
 
 def slow_scores(model, tokens, mask):

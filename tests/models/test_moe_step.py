@@ -3,8 +3,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from rco.models.moe_gates import expert_gates
-from rco.models.moe_tiny import wide_moe
+from rco.models.moe.gates import expert_gates
+from rco.testing.tiny_models import wide_moe
 
 
 @pytest.mark.parametrize("mode", ["deployed", "scale"])

@@ -5,14 +5,14 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from rco.compressors.grid import Grid, round_to_nearest
-from rco.compressors.packing import inner_products
-from rco.compressors.stacks import decode_segments, stack_rows
-from rco.models.moe import moe_layers
-from rco.models.moe_linears import original_stacks
-from rco.models.moe_options import ExpertOptions, PlacedChoices
-from rco.models.moe_switch import switchable_experts
-from rco.models.moe_tiny import TINY_MOE_NAMES, tiny_moe, tiny_tokens
+from rco.formats.grid import Grid, round_to_nearest
+from rco.formats.packing import inner_products
+from rco.formats.stacks import decode_segments, stack_rows
+from rco.models.moe.layers import moe_layers
+from rco.models.moe.linears import original_stacks
+from rco.models.moe.options import ExpertOptions, PlacedChoices
+from rco.models.moe.switch import switchable_experts
+from rco.testing.tiny_models import TINY_MOE_NAMES, tiny_moe, tiny_tokens
 
 WIDTHS = (2, 3, 5)
 K = len(WIDTHS) + 1  # the last is the original
@@ -128,7 +128,7 @@ def test_unwanted_options_get_no_gradient_and_no_work():
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_pruned_experts_are_routed_around(name):
     """The forward pass is that of the model without them, and keep gradients are those of plain pruning."""
-    from rco.models.moe_gates import expert_gates
+    from rco.models.moe.gates import expert_gates
 
     model = double(name)
     tokens = tiny_tokens(batch=2, length=9)

@@ -5,14 +5,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from rco.backends.memory import saved_bytes_per_token
+from rco.compression.memory import saved_bytes_per_token
 from rco.models.capture import block_kinds, lone_block
 from rco.models.loading import wrap_model
-from rco.models.moe_gates import expert_gates
-from rco.models.moe_linears import model_linears
+from rco.models.moe.gates import expert_gates
+from rco.models.moe.linears import model_linears
 from rco.models.shapes import random_model
-from rco.models.tiny import tiny_model
 from rco.pipeline import estimate
+from rco.testing.tiny_models import tiny_model
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def test_a_large_block_is_probed_with_fewer_tokens(monkeypatch):
     loaded = random_model("quick", device="cpu", dtype=torch.float32)
     linears = loaded.layout.linears(loaded.model)
     plenty = saved_bytes_per_token(loaded, linears, torch.float32)
-    monkeypatch.setattr("rco.backends.memory._PROBE_PRODUCTS", 1)
+    monkeypatch.setattr("rco.compression.memory._PROBE_PRODUCTS", 1)
     with counted_passes(loaded) as seen:
         assert saved_bytes_per_token(loaded, linears, torch.float32) == pytest.approx(plenty, rel=0.02)
     assert {tokens for _, tokens, _ in seen} == {16}

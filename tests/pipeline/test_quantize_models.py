@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from rco.cli import main
 from rco.models.loading import load_model
-from rco.models.moe_linears import model_linears
+from rco.models.moe.linears import model_linears
 from rco.models.precision import computing_in
-from rco.models.tiny import save_tiny
 from rco.pipeline.configs import ExportConfig
 from rco.pipeline.export import plan_export
+from rco.testing.tiny_models import save_tiny
 
 QUICK = [
     "--sequences=4", "--sensitivity=2", "--selection=2", "--evaluation=2", "--length=32", "--steps=2",

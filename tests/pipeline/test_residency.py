@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rco.backends.memory import SearchMemory
+from rco.compression.memory import SearchMemory
 from rco.pipeline import estimate, prune_estimate
 from rco.pipeline.configs import PruneConfig, QuantizeConfig
 from rco.pipeline.estimate import choose_residency

@@ -5,18 +5,18 @@ import re
 import pytest
 import torch
 
-from rco.backends.base import Budget
-from rco.backends.candidates import CandidateSettings
-from rco.backends.plan import make_plan
-from rco.backends.quantization import QuantizationBackend
+from rco.compression.base import Budget
+from rco.compression.candidates import CandidateSettings
+from rco.compression.plan import make_plan
+from rco.compression.quantization import QuantizationBackend
 from rco.data.calibration import CalibrationSet
 from rco.models.loading import wrap_model
-from rco.models.moe_linears import model_linears
-from rco.models.moe_tiny import tiny_moe, tiny_tokens
+from rco.models.moe.linears import model_linears
 from rco.pipeline.expert_widths import describe_experts
 from rco.report.data import ReportError, RunData
 from rco.report.expert_widths import expert_width_layers, expert_width_section
 from rco.report.usage import loading
+from rco.testing.tiny_models import tiny_moe, tiny_tokens
 
 
 def make_run(**changes):

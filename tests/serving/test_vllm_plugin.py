@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rco.models.moe import MOE_ARCHITECTURES
+from rco.models.moe.layers import MOE_ARCHITECTURES
 from rco.serving import vllm_plugin
 from rco.serving.vllm_plugin import SERVED, expert_counts, layer_config, register, wrap_block
 

@@ -1,10 +1,10 @@
 """A mixture of experts whose experts have widths, for tests of a sample of the search."""
 
-from rco.backends.base import Budget
-from rco.backends.candidates import CandidateSettings
-from rco.backends.plan import make_plan
-from rco.backends.quantization import QuantizationBackend
-from rco.models.moe_linears import model_linears
+from rco.compression.base import Budget
+from rco.compression.candidates import CandidateSettings
+from rco.compression.plan import make_plan
+from rco.compression.quantization import QuantizationBackend
+from rco.models.moe.linears import model_linears
 from rco.models.shapes import random_model
 from rco.studies.step_cases import Case, random_tokens
 

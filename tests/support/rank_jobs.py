@@ -98,15 +98,15 @@ def quantize_in_memory(folder, most_blocks=None):
     """Candidates, sensitivities and a search on a small random model: (hashes of files, differences, result)."""
     from fractions import Fraction
 
-    from rco.backends.base import Budget
-    from rco.backends.candidates import CandidateSettings
-    from rco.backends.plan import make_plan
-    from rco.backends.quantization import QuantizationBackend
-    from rco.backends.sensitivity import curvature, fisher_differences
+    from rco.compression.base import Budget
+    from rco.compression.candidates import CandidateSettings
+    from rco.compression.plan import make_plan
+    from rco.compression.quantization import QuantizationBackend
+    from rco.compression.sensitivity import curvature, fisher_differences
     from rco.data.calibration import CalibrationSet
     from rco.models.loading import wrap_model
-    from rco.models.tiny import tiny_model
     from rco.store import CandidateStore
+    from rco.testing.tiny_models import tiny_model
 
     tokens = torch.randint(96, (6, 24), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens, dtype=torch.bool)
@@ -146,8 +146,8 @@ def quantize_in_memory(folder, most_blocks=None):
 
 def command(arguments, dies_at=None):
     """``rco`` with some arguments: exit code, stdout, stderr; the last rank kills itself at a loss, if asked to."""
-    from rco.backends.objective import LanguageModelObjective
     from rco.cli import main
+    from rco.compression.objective import LanguageModelObjective
 
     if dies_at is not None and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         calm, calls = LanguageModelObjective.loss, []
@@ -167,13 +167,13 @@ def command(arguments, dies_at=None):
 
 def fail_at_a_block(folder, rank, blocks):
     """Candidates of six blocks; one rank fails when it has made so many."""
-    from rco.backends import candidates
-    from rco.backends.candidates import CandidateSettings
-    from rco.backends.plan import make_plan
-    from rco.backends.quantization import QuantizationBackend
+    from rco.compression import candidates
+    from rco.compression.candidates import CandidateSettings
+    from rco.compression.plan import make_plan
+    from rco.compression.quantization import QuantizationBackend
     from rco.models.loading import wrap_model
-    from rco.models.tiny import tiny_model
     from rco.studies.step_cases import random_tokens
+    from rco.testing.tiny_models import tiny_model
 
     with join(timeout=5.0) as ranks:
         loaded = wrap_model(tiny_model("llama", num_hidden_layers=6))

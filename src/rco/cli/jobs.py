@@ -43,7 +43,7 @@ def run_job(
         show: Prints the result for people.
     """
     from rco.api import compress
-    from rco.backends.base import Budget
+    from rco.compression.base import Budget
     from rco.distributed import is_first_rank
     from rco.pipeline.common import run_folder
 

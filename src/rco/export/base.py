@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from rco.compressors.packing import PackedWeight
 from rco.folders import disk_failure
+from rco.formats.packing import PackedWeight
 from rco.models.loading import LoadedModel, load_model
 
 __all__ = [

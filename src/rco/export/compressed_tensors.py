@@ -15,17 +15,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rco.backends.accounting import Scheme, allocation_tensors, distinct_state, scheme_of
-from rco.compressors.packing import PackedWeight, pack
+from rco.compression.accounting import Scheme, allocation_tensors, distinct_state, scheme_of
 from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
 from rco.export.engines import validate_for_engine
 from rco.export.expert_code import experts_per_layer, separate_experts_fields, write_expert_code
 from rco.export.expert_targets import expert_pattern, name_experts, one_scheme, written_schemes
 from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint
+from rco.formats.packing import PackedWeight, pack
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
-from rco.models.moe import stored_names
-from rco.models.moe_linears import ExpertLinear, model_linears
+from rco.models.moe.layers import stored_names
+from rco.models.moe.linears import ExpertLinear, model_linears
 
 __all__ = ["CompressedTensorsExporter", "check_exportable", "quantization_config", "zero_point_tensor"]
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rco.backends.accounting import DENSE, Scheme
-from rco.backends.engines import find_engine
+from rco.compression.accounting import DENSE, Scheme
+from rco.compression.engines import find_engine
 from rco.models.layout import ARCHITECTURES
 
 __all__ = ["validate_for_engine"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from rco.models.moe import moe_architecture
+from rco.models.moe.layers import moe_architecture
 from rco.models.remote_code import modeling_pruned_experts, modeling_unfused_experts
 
 __all__ = [

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from rco.backends.accounting import DENSE, Scheme
+from rco.compression.accounting import DENSE, Scheme
 from rco.models.layout import LinearInfo
-from rco.models.moe import MoELayer
-from rco.models.moe_linears import ExpertLinear
+from rco.models.moe.layers import MoELayer
+from rco.models.moe.linears import ExpertLinear
 
 __all__ = ["expert_pattern", "name_experts", "one_scheme", "written_schemes"]
 

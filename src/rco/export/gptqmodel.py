@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar
 
-from rco.backends.accounting import Scheme
+from rco.compression.accounting import Scheme
 from rco.export.base import ExportError
 from rco.export.recipes import Choice, Recipe, RecipeExporter, as_json
 

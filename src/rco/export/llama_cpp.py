@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from rco.backends.gguf_file import GGUFFile
-from rco.backends.gguf_types import BLOCK_TYPES, BlockType, written_type
+from rco.compression.gguf_file import GGUFFile
+from rco.compression.gguf_types import BLOCK_TYPES, BlockType, written_type
 from rco.export.base import ExportError
 from rco.export.recipes import Choice, Recipe, RecipeExporter
 from rco.models.gguf_names import gguf_names

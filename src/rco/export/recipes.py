@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rco.backends.accounting import DENSE, Scheme, scheme_of
-from rco.compressors.packing import PackedWeight
+from rco.compression.accounting import DENSE, Scheme, scheme_of
 from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source
+from rco.formats.packing import PackedWeight
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
-from rco.models.moe_linears import ExpertLinear, model_linears
+from rco.models.moe.linears import ExpertLinear, model_linears
 
 __all__ = ["Choice", "Recipe", "RecipeExporter", "as_json"]
 

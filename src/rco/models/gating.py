@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rco.compressors.packing import PackedWeight
-from rco.compressors.streaming import OptionStream
-from rco.compressors.switchable import Selection, SwitchableLinear, WeightBuffer
 from rco.core.transfer import send
+from rco.formats.packing import PackedWeight
+from rco.formats.streaming import OptionStream
+from rco.formats.switchable import Selection, SwitchableLinear, WeightBuffer
 
 __all__ = [
     "GatedModel",

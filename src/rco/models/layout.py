@@ -3,7 +3,7 @@
 A row says where the blocks are, which linears a block holds, which of them a serving engine merges into one
 matrix, and what stands between the last hidden state and the logits. Everything else in the package asks the row.
 To support another architecture, add a row to :data:`ARCHITECTURES` and a tiny configuration to
-:mod:`rco.models.tiny`; the tests then cover it.
+:mod:`rco.testing.tiny_models`; the tests then cover it.
 """
 
 from __future__ import annotations

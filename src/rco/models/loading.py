@@ -371,7 +371,7 @@ def _model_class(folder: Path, transformers: Any) -> Any:
     listed, separate = text.get("num_experts_per_layer"), text.get("separate_experts")
     if not listed and not separate:
         return transformers.AutoModelForCausalLM
-    from rco.models.moe import MOE_ARCHITECTURES
+    from rco.models.moe.layers import MOE_ARCHITECTURES
     from rco.models.remote_code.modeling_pruned_experts import pruned_class
     from rco.models.remote_code.modeling_unfused_experts import unfused_class
 

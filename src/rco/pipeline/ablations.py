@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rco.backends.base import Budget
-from rco.backends.quantization import QuantizationBackend
-from rco.backends.sensitivity import (
+from rco.compression.base import Budget
+from rco.compression.quantization import QuantizationBackend
+from rco.compression.sensitivity import (
     fisher_differences,
     logits_from_losses,
     logits_from_weights,

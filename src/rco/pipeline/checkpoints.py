@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from rco import tables
-from rco.backends.accounting import DENSE
-from rco.backends.engines import Engine
-from rco.backends.expert_pruning import ExpertPruningBackend
-from rco.backends.gguf_file import ALIGNMENT
-from rco.backends.plan import PRUNED, QuantizationPlan
-from rco.backends.quantization import QuantizationBackend
-from rco.compressors.packing import PackedWeight
+from rco.compression.accounting import DENSE
+from rco.compression.engines import Engine
+from rco.compression.expert_pruning import ExpertPruningBackend
+from rco.compression.gguf_file import ALIGNMENT
+from rco.compression.plan import PRUNED, QuantizationPlan
+from rco.compression.quantization import QuantizationBackend
 from rco.core.problem import Allocation
 from rco.evaluation.size import average_bits, checkpoint_size, read_headers
 from rco.export.engines import validate_for_engine
 from rco.export.recipes import Choice, RecipeExporter
+from rco.formats.packing import PackedWeight
 from rco.models.gguf_names import gguf_names
 from rco.models.loading import LoadedModel, load_model
-from rco.models.moe import moe_layers, stored_names
-from rco.models.moe_linears import model_linears
+from rco.models.moe.layers import moe_layers, stored_names
+from rco.models.moe.linears import model_linears
 from rco.models.precision import computing_in
 from rco.pipeline.common import Planned, check_used
 

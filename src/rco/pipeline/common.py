@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from rco.backends.base import Backend, Budget
+from rco.compression.base import Backend, Budget
 from rco.core.problem import Allocation, AllocationProblem
 from rco.core.protocols import Objective
 from rco.core.result import SearchResult, StepRecord

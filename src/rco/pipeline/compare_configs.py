@@ -8,7 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from rco.backends.base import Budget
+from rco.compression.base import Budget
 from rco.pipeline.configs import QuantizeConfig, SearchProcesses
 from rco.settings import setting
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from rco import tables
-from rco.backends.expert_pruning import SCORES, ExpertPruningBackend, score_table
+from rco.compression.expert_pruning import SCORES, ExpertPruningBackend, score_table
 from rco.core.result import SearchResult
 from rco.core.search import MOST_CANDIDATES, GumbelSearch
 from rco.data.calibration import CalibrationSet, DataSplits

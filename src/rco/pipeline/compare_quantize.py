@@ -19,8 +19,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rco.backends.base import Budget
-from rco.backends.sensitivity import (
+from rco.compression.base import Budget
+from rco.compression.sensitivity import (
     fisher_differences,
     logits_from_losses,
     logits_from_weights,

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rco.backends.memory import SearchMemory, search_memory
-from rco.backends.plan import QuantizationPlan
-from rco.backends.quantization import Residency
+from rco.compression.memory import SearchMemory, search_memory
+from rco.compression.plan import QuantizationPlan
+from rco.compression.quantization import Residency
 from rco.models.capture import block_kinds, lone_block
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
-from rco.models.moe_linears import ExpertLinear, model_linears
+from rco.models.moe.linears import ExpertLinear, model_linears
 from rco.models.precision import compute_dtype
 
 __all__ = ["Estimate", "choose_residency", "estimate", "forward_seconds"]

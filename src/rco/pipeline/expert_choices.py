@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from rco.backends.expert_pruning import score_table
 from rco.baselines.common import generator
 from rco.baselines.selection import share_budget
+from rco.compression.expert_pruning import score_table
 from rco.core.knapsack import knapsack
 from rco.core.problem import Allocation, AllocationProblem
 from rco.core.refine import spend

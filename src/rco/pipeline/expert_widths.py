@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rco.backends.candidates import option_label
-from rco.backends.quantization import QuantizationBackend
+from rco.compression.candidates import option_label
+from rco.compression.quantization import QuantizationBackend
 from rco.core.problem import Allocation
 
 __all__ = ["describe_experts"]

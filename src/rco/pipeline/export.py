@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rco.backends.quantization import QuantizationBackend
+from rco.compression.quantization import QuantizationBackend
 from rco.core.problem import Allocation
 from rco.pipeline.checkpoints import export_pruning, export_quantized, make_exporter
 from rco.pipeline.common import Planned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rco.backends.base import Backend
+from rco.compression.base import Backend
 from rco.core.problem import Allocation, AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.evaluation.divergence import measure_divergence

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from rco.backends.base import Budget
-from rco.backends.expert_problem import ExpertBudgets
-from rco.backends.expert_pruning import ExpertPruningBackend
+from rco.compression.base import Budget
+from rco.compression.expert_problem import ExpertBudgets
+from rco.compression.expert_pruning import ExpertPruningBackend
 from rco.core.problem import Allocation, InfeasibleBudgetError
 from rco.core.result import SearchResult
 from rco.data.calibration import CalibrationSet, DataSplits
 from rco.distributed import Ranks, join
 from rco.models.loading import LoadedModel
-from rco.models.moe_prune import keep_plan
+from rco.models.moe.prune import keep_plan
 from rco.models.precision import compute_dtype
 from rco.pipeline.checkpoints import export_pruning
 from rco.pipeline.common import (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rco.backends.expert_pruning import ExpertPruningBackend
-from rco.backends.memory import pruning_memory
+from rco.compression.expert_pruning import ExpertPruningBackend
+from rco.compression.memory import pruning_memory
 from rco.pipeline.configs import PruneConfig
 from rco.pipeline.estimate import Estimate, forward_seconds
 

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from rco.backends.base import Budget
-from rco.backends.bit_costs import Visits, most_visited, routing_visits
-from rco.backends.candidates import CandidateSettings
-from rco.backends.engines import find_engine
-from rco.backends.gguf_file import GGUFFile
-from rco.backends.plan import ExpertGroups, QuantizationPlan, make_plan
-from rco.backends.quantization import QuantizationBackend
-from rco.backends.sensitivity import (
+from rco.compression.base import Budget
+from rco.compression.bit_costs import Visits, most_visited, routing_visits
+from rco.compression.candidates import CandidateSettings
+from rco.compression.engines import find_engine
+from rco.compression.gguf_file import GGUFFile
+from rco.compression.plan import ExpertGroups, QuantizationPlan, make_plan
+from rco.compression.quantization import QuantizationBackend
+from rco.compression.sensitivity import (
     fisher_differences,
     logits_from_losses,
     logits_from_weights,
@@ -36,7 +36,7 @@ from rco.distributed import Ranks, join
 from rco.export.compressed_tensors import check_exportable
 from rco.folders import write_tensors_atomic
 from rco.models.loading import LoadedModel
-from rco.models.moe_linears import model_linears, sparse_layers
+from rco.models.moe.linears import model_linears, sparse_layers
 from rco.models.precision import compute_dtype
 from rco.pipeline.checkpoints import check_format, check_recipe, export_quantized
 from rco.pipeline.common import (

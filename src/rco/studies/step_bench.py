@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.backends.candidates import candidate_name
-from rco.backends.memory import pruning_memory, search_memory
-from rco.backends.quantization import QuantizationBackend
-from rco.compressors.packing import PackedWeight, inner_products
-from rco.compressors.switchable import WeightBuffer
+from rco.compression.candidates import candidate_name
+from rco.compression.memory import pruning_memory, search_memory
+from rco.compression.quantization import QuantizationBackend
 from rco.core.evaluation import one_hot
 from rco.core.knapsack import solve_choices, solve_mckp
 from rco.core.relaxation import gumbel_noise
 from rco.core.result import StepRecord
 from rco.core.search import RCO
+from rco.formats.packing import PackedWeight, inner_products
+from rco.formats.switchable import WeightBuffer
 from rco.losses import chunked_kl
 from rco.models.loading import pick_device
 from rco.models.shapes import random_model

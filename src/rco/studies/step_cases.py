@@ -14,20 +14,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rco.backends.base import Budget
-from rco.backends.candidates import candidate_name, option_label
-from rco.backends.expert_pruning import ExpertPruningBackend
-from rco.backends.plan import make_plan
-from rco.backends.quantization import QuantizationBackend, Residency
-from rco.backends.recording import captured
-from rco.compressors.packing import PackedWeight, packed_words
-from rco.compressors.streaming import pinned_together
+from rco.compression.base import Budget
+from rco.compression.candidates import candidate_name, option_label
+from rco.compression.expert_pruning import ExpertPruningBackend
+from rco.compression.plan import make_plan
+from rco.compression.quantization import QuantizationBackend, Residency
+from rco.compression.recording import captured
 from rco.core.problem import AllocationProblem
 from rco.data.calibration import CalibrationSet
+from rco.formats.packing import PackedWeight, packed_words
+from rco.formats.streaming import pinned_together
 from rco.models.gating import checkpointed_blocks
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
-from rco.models.moe_linears import model_linears
+from rco.models.moe.linears import model_linears
 from rco.models.shapes import random_model, shape_settings
 
 __all__ = [

@@ -1,0 +1,410 @@
+"""What a choice costs on disk, exactly: tensors, bytes and bits of each option of each linear.
+
+Three ways to count, one for each kind of budget:
+
+* :func:`weight_bits`: parameters times width, as papers count;
+* :func:`stored_bits`: codes (padded to whole words), scales and zero points, as they are stored;
+* :func:`option_bytes` and :func:`fixed_bytes`: the whole of all ``*.safetensors`` files, headers included. The
+  index of a sharded checkpoint, the config and the tokenizer do not count.
+
+The last one is an upper bound, because the digits of an offset depend on what lies before it: never below the
+written size, and above it by a few bytes per tensor.
+:func:`checkpoint_bytes` is exact once the allocation is known.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rco.formats.packing import PackedWeight, packed_words
+from rco.models.moe.layers import stored_names
+
+__all__ = [
+    "DENSE",
+    "DTYPE_NAMES",
+    "FileLayout",
+    "LinearLike",
+    "Scheme",
+    "TensorSpec",
+    "allocation_tensors",
+    "checkpoint_bytes",
+    "distinct_state",
+    "fixed_bytes",
+    "fixed_tensors",
+    "option_bytes",
+    "option_tensors",
+    "parse_size",
+    "plan_shards",
+    "safetensors_header",
+    "scheme_of",
+    "stored_bits",
+    "stored_tensors",
+    "weight_bits",
+]
+
+DENSE_BITS = 16
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_METADATA = '"__metadata__":{"format":"pt"}'
+_UNITS = {"": 1, "B": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+_BINARY_UNITS = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+class LinearLike(Protocol):
+    """What accounting must know of a linear; :class:`rco.models.layout.LinearInfo` has it."""
+
+    @property
+    def name(self) -> str:
+        """Full dotted name."""
+        ...
+
+    @property
+    def stored_name(self) -> str:
+        """Its name in a checkpoint, which may differ from that in the model."""
+        ...
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight."""
+        ...
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight."""
+        ...
+
+    @property
+    def weight(self) -> Tensor:
+        """The full-precision weight; only its type is looked at."""
+        ...
+
+    @property
+    def stored_in(self) -> str:
+        """Entry of the model's state dict that holds it; several experts share one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a linear's weight is stored.
+
+    Attributes:
+        bits: Width of a code, 1 to 8; 16 leaves the weight as it is.
+        group_size: Columns that share a scale; None for one scale per row.
+        symmetric: No zero points are stored.
+    """
+
+    bits: int
+    group_size: int | None = None
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.bits <= 8 or self.bits == DENSE_BITS):
+            raise ValueError(
+                f"A width is 1 to 8 bits, or {DENSE_BITS} to leave a weight alone; got {self.bits}."
+            )
+        if self.group_size is not None and self.group_size < 1:
+            raise ValueError(
+                f"group_size must be at least 1, or None for one scale per row; got {self.group_size}."
+            )
+
+    @property
+    def dense(self) -> bool:
+        """The weight is left alone."""
+        return self.bits == DENSE_BITS
+
+    def on(self, in_features: int) -> Scheme:
+        """The same scheme as it is written for a row of that length: a group of the whole row is per channel."""
+        if self.dense:
+            return DENSE
+        if self.group_size is not None and self.group_size >= in_features:
+            return Scheme(self.bits, None, self.symmetric)
+        return self
+
+    def __str__(self) -> str:
+        if self.dense:
+            return "unquantized"
+        grid = "symmetric" if self.symmetric else "asymmetric"
+        return f"{self.bits} bits {grid}, " + (
+            "per channel" if self.group_size is None else f"groups of {self.group_size}"
+        )
+
+
+DENSE = Scheme(DENSE_BITS)
+
+
+def scheme_of(weight: PackedWeight) -> Scheme:
+    """The scheme of a packed weight."""
+    return Scheme(weight.bits, weight.group_size, weight.zeros is None).on(weight.shape[1])
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One entry of a safetensors file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_NAMES:
+            raise ValueError(f"{self.name} has type {self.dtype}, which safetensors files do not hold.")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def entry(self, start: int) -> str:
+        """Its part of the header when its data begin at ``start``."""
+        shape = ",".join(map(str, self.shape))
+        return (
+            f'{json.dumps(self.name)}:{{"dtype":"{DTYPE_NAMES[self.dtype]}","shape":[{shape}],'
+            f'"data_offsets":[{start},{start + self.nbytes}]}}'
+        )
+
+    def header_bytes(self, digits: int) -> int:
+        """Most bytes that it adds to a header, its comma included, when offsets have at most ``digits`` digits."""
+        shortest = len(self.entry(0).encode()) - 1 - len(str(self.nbytes))
+        return shortest + 2 * digits + 1
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """How a checkpoint is cut into files: what the bound on its size must know in advance.
+
+    Attributes:
+        digits: Digits of the largest offset that can occur.
+        max_shard_bytes: Data bytes after which a new file begins.
+        dense_bytes: Data bytes of the model as it is.
+    """
+
+    digits: int
+    max_shard_bytes: int
+    dense_bytes: int
+
+    @classmethod
+    def of(cls, model: nn.Module, max_shard_size: int | str = "5GB") -> FileLayout:
+        """The layout for every allocation of a model."""
+        limit = parse_size(max_shard_size)
+        tensors = stored_tensors(model)
+        dense = sum(spec.nbytes for spec in tensors)
+        # Codes, scales and zero points of a sane grid stay far below four times the dense weight.
+        largest = 4 * max((spec.nbytes for spec in tensors), default=0) + 2**10
+        return cls(len(str(min(4 * dense + 2**20, max(limit, largest)))), limit, dense)
+
+    @property
+    def overhead(self) -> int:
+        """Most bytes of all files beyond their tensors' data and entries."""
+        # Two neighbouring files hold more than one limit together, or they would be one file.
+        files = 2 * (4 * self.dense_bytes // self.max_shard_bytes) + 1 if self._sharded else 1
+        return files * (8 + len(_METADATA) + 3 + 7)  # length, metadata with braces and comma, padding to 8
+
+    @property
+    def _sharded(self) -> bool:
+        return 4 * self.dense_bytes > self.max_shard_bytes
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of a size such as 5000, ``"5GB"`` (10^9) or ``"5GiB"`` (2^30)."""
+    if isinstance(size, str):
+        text = size.strip().upper().replace(" ", "")
+        number = text.rstrip("KMGTIB")
+        unit = text[len(number) :]
+        factor = _UNITS.get(unit.removesuffix("B")) or _BINARY_UNITS.get(unit.removesuffix("B"))
+        try:
+            value = int(Decimal(number) * factor) if factor else 0  # a float would turn 3.1 GB into less
+        except (ArithmeticError, ValueError):
+            value = 0
+    else:
+        value = size
+    if value < 1:
+        raise ValueError(
+            f"A size is a positive number of bytes with a unit such as 800MB, 3.1GB or 5GiB; got {size!r}."
+        )
+    return value
+
+
+# ---------------------------------------------------------------------- one option of one linear
+
+
+def option_tensors(linear: LinearLike, option: Scheme) -> list[TensorSpec]:
+    """The tensors that stand for a linear's weight (its bias is stored as ever)."""
+    rows, columns, dtype = linear.out_features, linear.in_features, linear.weight.dtype
+    option = option.on(columns)
+    if option.dense:
+        return [TensorSpec(f"{linear.stored_name}.weight", dtype, (rows, columns))]
+    groups = 1 if option.group_size is None else -(-columns // option.group_size)
+    tensors = [
+        TensorSpec(
+            f"{linear.stored_name}.weight_packed", torch.int32, (rows, packed_words(columns, option.bits))
+        ),
+        TensorSpec(f"{linear.stored_name}.weight_scale", dtype, (rows, groups)),
+    ]
+    if not option.symmetric:
+        # Zero points are packed along the rows, unlike the codes.
+        shape = (packed_words(rows, option.bits), groups)
+        tensors.append(TensorSpec(f"{linear.stored_name}.weight_zero_point", torch.int32, shape))
+    tensors.append(TensorSpec(f"{linear.stored_name}.weight_shape", torch.int64, (2,)))
+    return tensors
+
+
+def option_bytes(linear: LinearLike, option: Scheme, layout: FileLayout) -> int:
+    """Most bytes that an option adds to the files: data and header entries."""
+    return sum(spec.nbytes + spec.header_bytes(layout.digits) for spec in option_tensors(linear, option))
+
+
+def weight_bits(linear: LinearLike, option: Scheme) -> int:
+    """Parameters times width. A weight left alone counts at the width of its own type."""
+    width = linear.weight.dtype.itemsize * 8 if option.dense else option.bits
+    return linear.out_features * linear.in_features * width
+
+
+def stored_bits(linear: LinearLike, option: Scheme) -> int:
+    """Bits of codes, scales and zero points as stored; the two numbers of ``weight_shape`` are not counted."""
+    tensors = option_tensors(linear, option)
+    return 8 * sum(spec.nbytes for spec in tensors if not spec.name.endswith(".weight_shape"))
+
+
+# ---------------------------------------------------------------------- everything else
+
+
+def stored_tensors(model: nn.Module, linears: Iterable[LinearLike] = ()) -> list[TensorSpec]:
+    """Every tensor of a model's plain checkpoint, in order; a tied weight once, under its first name.
+
+    Args:
+        model: The model.
+        linears: Those among them that the model keeps stacked in one tensor (experts) are listed one by one, as
+            checkpoints hold them.
+    """
+    parts: dict[str, list[LinearLike]] = {}
+    for linear in linears:
+        if linear.stored_in != f"{linear.name}.weight":
+            parts.setdefault(linear.stored_in, []).append(linear)
+    rename, tensors = stored_names(model), []
+    for name, value in distinct_state(model).items():
+        if name in parts:
+            tensors += [
+                TensorSpec(f"{part.stored_name}.weight", value.dtype, (part.out_features, part.in_features))
+                for part in parts[name]
+            ]
+        else:
+            tensors.append(TensorSpec(rename(name), value.dtype, tuple(value.shape)))
+    return tensors
+
+
+def distinct_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict without second names of the same parameter."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)  # without it every entry would be a new tensor object
+    for name, value in state.items():
+        first.setdefault(id(value), name)
+    return {name: value.detach() for name, value in state.items() if first[id(value)] == name}
+
+
+def fixed_tensors(
+    model: nn.Module, quantized: Collection[str], linears: Iterable[LinearLike] = ()
+) -> list[TensorSpec]:
+    """The tensors that no choice changes: all but the weights of the named linears.
+
+    A tied output layer that is quantized leaves the embedding where it is. ``linears`` is as for
+    :func:`stored_tensors`.
+    """
+    tensors, rename = stored_tensors(model, linears), stored_names(model)
+    weights = {f"{rename(name)}.weight": name for name in quantized}
+    known = {spec.name for spec in tensors} | {rename(name) for name in model.state_dict(keep_vars=True)}
+    unknown = sorted(name for stored, name in weights.items() if stored not in known)
+    if unknown:
+        raise ValueError(f"The model has no linears {', '.join(unknown[:4])}; take names from its layout.")
+    return [spec for spec in tensors if spec.name not in weights]
+
+
+def fixed_bytes(
+    model: nn.Module, quantized: Collection[str], layout: FileLayout, linears: Iterable[LinearLike] = ()
+) -> int:
+    """Most bytes of the files apart from the weights of the named linears."""
+    tensors = fixed_tensors(model, quantized, linears)
+    return layout.overhead + sum(spec.nbytes + spec.header_bytes(layout.digits) for spec in tensors)
+
+
+# ---------------------------------------------------------------------- whole files
+
+
+def plan_shards(tensors: Iterable[TensorSpec], max_shard_size: int | str = "5GB") -> list[list[TensorSpec]]:
+    """Cut a list of tensors into files of at most that many data bytes (a larger tensor gets its own file).
+
+    Inside a file wide types come first, so that every tensor is aligned without gaps.
+    """
+    limit = parse_size(max_shard_size)
+    shards: list[list[TensorSpec]] = [[]]
+    used = 0
+    for spec in tensors:
+        if shards[-1] and used + spec.nbytes > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(spec)
+        used += spec.nbytes
+    return [sorted(shard, key=lambda spec: -spec.dtype.itemsize) for shard in shards]
+
+
+def safetensors_header(shard: Sequence[TensorSpec]) -> bytes:
+    """Everything of a safetensors file before its data: length and header, padded to 8 bytes."""
+    entries, start = [_METADATA], 0
+    for spec in shard:
+        entries.append(spec.entry(start))
+        start += spec.nbytes
+    text = ("{" + ",".join(entries) + "}").encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def checkpoint_bytes(
+    model: nn.Module,
+    linears: Iterable[LinearLike],
+    options: Mapping[str, Scheme],
+    max_shard_size: int | str = "5GB",
+) -> int:
+    """Exact bytes of all safetensors files for one scheme per linear (those not named stay as they are)."""
+    tensors = allocation_tensors(model, linears, options)
+    return sum(
+        len(safetensors_header(shard)) + sum(spec.nbytes for spec in shard)
+        for shard in plan_shards(tensors, max_shard_size)
+    )
+
+
+def allocation_tensors(
+    model: nn.Module, linears: Iterable[LinearLike], options: Mapping[str, Scheme]
+) -> list[TensorSpec]:
+    """The tensors of a checkpoint in the order they are written: each weight's packed form takes its place."""
+    linears = list(linears)
+    packed = {
+        linear.stored_name: option_tensors(linear, options[linear.name])
+        for linear in linears
+        if linear.name in options and not options[linear.name].dense
+    }
+    tensors: list[TensorSpec] = []
+    for spec in stored_tensors(model, linears):
+        tensors += packed.pop(spec.name.removesuffix(".weight"), [spec])
+    for rest in packed.values():  # a tied output layer is no tensor of its own until it is quantized
+        tensors += rest
+    return tensors

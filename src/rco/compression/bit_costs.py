@@ -1,0 +1,223 @@
+"""What every option of every group counts under a budget, in exact integers, and what the budget comes to in them.
+
+Four kinds of budget: ``bits`` (parameters times width), ``bpw`` (scales and zero points too), ``size`` (bytes of
+the checkpoint) and ``active_bits`` (parameters times width times the tokens that visit them: what a token reads).
+Bits may be counted over everything that is quantized or over experts alone, as papers on mixtures of experts do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from rco.compression.accounting import (
+    FileLayout,
+    fixed_bytes,
+    option_bytes,
+    stored_bits,
+    weight_bits,
+)
+from rco.compression.plan import PRUNED, Group, QuantizationPlan
+from rco.data.calibration import CalibrationSet
+from rco.models.layout import LinearInfo
+from rco.models.loading import LoadedModel
+from rco.models.moe.layers import MoELayer
+from rco.models.moe.linears import EXPERT_ROLE, ExpertLinear, sparse_layers
+from rco.models.moe.scores import count_visits
+from rco.models.precision import computing_in, default_compute_dtype
+
+__all__ = ["EXPERT_ROLES", "KINDS", "BitCosts", "Count", "Visits", "most_visited", "routing_visits"]
+
+Count = Literal["all", "experts"]
+_ROUTING_BATCH = 8  # sequences at a time
+KINDS = ("bits", "bpw", "size", "active_bits")
+EXPERT_ROLES = (EXPERT_ROLE, "shared_expert")
+
+
+@dataclass(frozen=True)
+class Visits:
+    """How often experts were routed to.
+
+    Attributes:
+        tokens: Tokens that were looked at.
+        experts: Sparse layer (its position among them) -> tokens that visited each of its experts.
+    """
+
+    tokens: int
+    experts: Mapping[int, Sequence[int]]
+
+    def of(self, info: LinearInfo) -> int:
+        """Tokens that read a linear. An expert that none visited counts as visited once: no option is for free."""
+        if isinstance(info, ExpertLinear):
+            return max(int(self.experts[info.layer.index][info.expert]), 1)
+        return self.tokens
+
+
+def routing_visits(
+    loaded: LoadedModel, calibration: CalibrationSet, compute_dtype: torch.dtype | None = None
+) -> Visits | None:
+    """How often every expert is routed to; None for a model without experts."""
+    if not sparse_layers(loaded.model):
+        return None
+    dtype = compute_dtype or default_compute_dtype(loaded.device, loaded.dtype)
+    with computing_in(loaded.model, dtype):
+        counts = count_visits(
+            loaded.model, ((part.tokens, part.mask) for part in calibration.batches(_ROUTING_BATCH))
+        )
+    return Visits(int(calibration.mask.sum()), dict(enumerate(counts)))
+
+
+def most_visited(visits: Visits, layers: Sequence[MoELayer]) -> dict[int, list[int]]:
+    """Sparse layer -> as many of its experts as a router picks, those that most tokens visit."""
+    found = {}
+    for layer in layers:
+        counts = visits.experts[layer.index]
+        order = sorted(range(layer.num_experts), key=lambda expert: (-counts[expert], expert))
+        found[layer.index] = sorted(order[: layer.top_k])
+    return found
+
+
+@dataclass(frozen=True)
+class BitCosts:
+    """Costs of one plan under one kind of budget.
+
+    Args:
+        model: The model.
+        plan: Groups, widths and grid.
+        kind: One of :data:`KINDS`.
+        count: Over which linears bits are averaged.
+        visits: How often experts were visited; for ``active_bits``.
+        linears: All linears of the model, for ``size``.
+    """
+
+    model: nn.Module
+    plan: QuantizationPlan
+    kind: str
+    count: Count = "all"
+    visits: Visits | None = None
+    linears: Sequence[LinearInfo] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"Quantization takes a budget of {', '.join(KINDS)}, got {self.kind}.")
+        if self.kind == "active_bits" and self.visits is None:
+            raise ValueError(
+                "`active_bits` weighs experts by how often tokens are routed to them, and there is no routing: use "
+                "`bits` for a model without experts, and look at the routing of a model with some first."
+            )
+        if self.count == "all":
+            return
+        if self.kind == "size":
+            raise ValueError("A size is that of the whole checkpoint; `count='experts'` goes with bits.")
+        if not self.plan.experts:
+            raise ValueError("`count='experts'` needs a model with experts.")
+        free = [group for group in self.plan.groups if not self.counts(group) and len(group.widths) > 1]
+        if free:
+            raise ValueError(
+                f"Bits are counted over experts alone, so that {len(free)} other groups, such as {free[0].name}, "
+                "would cost nothing: lock them (`lock='attention=16'`), or count everything (`count='all'`)."
+            )
+
+    def counts(self, group: Group) -> bool:
+        """Whether a group is counted."""
+        return self.counts_linear(group.members[0])
+
+    def counts_linear(self, info: LinearInfo) -> bool:
+        """Whether a linear is counted."""
+        return self.count == "all" or info.role in EXPERT_ROLES
+
+    @cached_property
+    def _layout(self) -> FileLayout:
+        return FileLayout.of(self.model)
+
+    def of(self, info: LinearInfo, width: int) -> int:
+        """Cost of one linear at one width; an expert that is pruned costs nothing."""
+        if width == PRUNED:
+            return 0
+        scheme, file = self.plan.scheme(info, width), self.plan.gguf
+        if file is not None and self.kind in ("bpw", "size"):
+            return file.linear_bytes(info, width) * (8 if self.kind == "bpw" else 1)
+        if file is not None and scheme.dense:  # the file holds 16 bits, whatever the model's type
+            return 8 * file.linear_bytes(info, width) * self.weight(info)
+        if self.kind == "size":
+            return option_bytes(info, scheme, self._layout)
+        if self.kind == "bpw":
+            return stored_bits(info, scheme)
+        return weight_bits(info, scheme) * self.weight(info)
+
+    def weight(self, info: LinearInfo) -> int:
+        """How often a linear counts: once, or as often as tokens read it."""
+        return self.visits.of(info) if self.kind == "active_bits" and self.visits is not None else 1
+
+    @cached_property
+    def matrix(self) -> np.ndarray:
+        """(N, K) costs; groups that are not counted cost nothing."""
+        rows = []
+        for group in self.plan.groups:
+            if not self.counts(group):
+                rows.append([0] * len(self.plan.widths))
+                continue
+            # Experts of a group have few shapes: each is worked out once.
+            shapes: dict[tuple[object, ...], int] = {}
+            members: list[LinearInfo] = []
+            for member in group.members:
+                name = member.name if self.kind == "size" else ""
+                key = (member.in_features, member.out_features, len(name), self.weight(member))
+                shapes[key] = shapes.get(key, 0) + 1
+                if shapes[key] == 1:
+                    members.append(member)
+            rows.append(
+                [
+                    sum(n * self.of(m, w) for m, n in zip(members, shapes.values(), strict=True))
+                    for w in self.plan.widths
+                ]
+            )
+        return np.array(rows, dtype=np.int64)
+
+    @cached_property
+    def parameters(self) -> int:
+        """What an average is divided by: weights, each times the tokens that read it for active bits."""
+        return sum(
+            member.parameters * self.weight(member)
+            for group in self.plan.groups
+            if self.counts(group)
+            for member in group.members
+        )
+
+    @cached_property
+    def fixed(self) -> int:
+        """What no choice changes: bytes of everything else, for a size."""
+        if self.kind != "size":
+            return 0
+        if self.plan.gguf is not None:
+            return self.plan.gguf.fixed_bytes(self.plan.linears)
+        names = [info.name for info in self.plan.linears]
+        return fixed_bytes(self.model, names, self._layout, self.linears)
+
+    def total(self, amount: Fraction) -> Fraction:
+        """A budget as the user writes it, in the units of the matrix."""
+        return amount - self.fixed if self.kind == "size" else amount * self.parameters
+
+    def describe(self, units: float) -> str:
+        """Units of the matrix as the user counts them."""
+        if self.kind == "size":
+            return f"{units + self.fixed:,.0f} bytes"
+        return f"{units / self.parameters:.4f} {self.kind.replace('_', ' ')}"
+
+    @property
+    def range(self) -> tuple[str, str]:
+        """The lowest and the highest budget, as a user would write them."""
+        allowed = np.array([[w in group.widths for w in self.plan.widths] for group in self.plan.groups])
+        costs = self.matrix
+        low = int(np.where(allowed, costs, costs.max(initial=0)).min(axis=1).sum())
+        high = int(np.where(allowed, costs, 0).max(axis=1).sum())
+        if self.kind == "size":
+            return f"{low + self.fixed:,} bytes", f"{high + self.fixed:,} bytes"
+        return f"{low / self.parameters:.6g}", f"{high / self.parameters:.6g}"

@@ -1,0 +1,304 @@
+"""Every linear at every width, built block by block; a block is written to the store while the next is made.
+
+One Hessian per distinct input serves all widths. Blocks see the full model's hidden states: the candidates belong
+to no particular allocation, so one store serves every budget.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rco.compression.expert_candidates import expert_layer_of, quantize_experts, quantize_matrix
+from rco.compression.plan import QuantizationPlan
+from rco.data.calibration import CalibrationSet
+from rco.distributed import Ranks
+from rco.formats.grid import Grid
+from rco.formats.hessian import HessianAccumulator
+from rco.formats.packing import PackedWeight
+from rco.models.capture import BlockInputs, linear_inputs
+from rco.models.layout import LinearInfo
+from rco.models.loading import LoadedModel
+from rco.models.moe.hessians import ExpertHessians
+from rco.models.moe.linears import ExpertLinear
+from rco.store import CandidateStore
+
+__all__ = ["CandidateSettings", "build_candidates", "candidate_identity", "candidate_name", "option_label"]
+
+logger = logging.getLogger(__name__)
+
+Method = Literal["gptq", "rtn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidateSettings:
+    """How candidates are made, beside the plan's widths and grid."""
+
+    method: Method = "gptq"
+    damp: float = 0.01
+    act_order: bool = False
+    clip: Literal["search", "minmax"] = "search"
+    sweeps: int = 4
+    batch_size: int = 8
+    expert_tokens: int = 256  # least tokens that an expert is fitted to
+
+    def arguments(self) -> dict[str, object]:
+        """What the quantizer of one matrix takes."""
+        if self.method == "rtn":
+            return {"clip": self.clip}
+        return {"damp": self.damp, "act_order": self.act_order, "clip": self.clip, "sweeps": self.sweeps}
+
+
+def option_label(width: int) -> str:
+    """The store's name of a width."""
+    return str(width)
+
+
+def candidate_name(info: LinearInfo) -> str:
+    """What a linear's candidates are called in a store; those of a layer's experts are stacked."""
+    return info.stored_in if isinstance(info, ExpertLinear) else info.name
+
+
+def candidate_identity(
+    loaded: LoadedModel,
+    plan: QuantizationPlan,
+    calibration: CalibrationSet,
+    settings: CandidateSettings,
+    dtype: torch.dtype,
+) -> dict[str, object]:
+    """Everything the candidates depend on; two runs share a store only if all of it agrees."""
+    # The experts of a layer are one entry, under the name of their stacked tensor.
+    names = [candidate_name(info) for info in plan.linears]
+    identity: dict[str, object] = {
+        "model": loaded.fingerprint,
+        "data": calibration.fingerprint if settings.method == "gptq" else None,
+        "widths": list(plan.packed_widths),
+        "group_size": plan.group_size if plan.gguf is None else "GGUF",
+        "symmetric": plan.symmetric if plan.gguf is None else "GGUF",
+        "linears": list(dict.fromkeys(names)),
+        "storage": str(dtype).removeprefix("torch."),
+        "method": settings.method,
+        "damp": settings.damp,
+        "act_order": settings.act_order,
+        "clip": settings.clip,
+        "sweeps": settings.sweeps,
+    }
+    if plan.experts and settings.method == "gptq":
+        identity["expert_tokens"] = settings.expert_tokens
+    return identity
+
+
+def blocks_of(plan: QuantizationPlan) -> list[list[LinearInfo]]:
+    """The plan's linears by block, the output layer in one of its own at the end."""
+    by_block: dict[int, list[LinearInfo]] = {}
+    head: list[LinearInfo] = []
+    for info in plan.linears:
+        if info.block is None:
+            head.append(info)
+        else:
+            by_block.setdefault(info.block, []).append(info)
+    return [by_block[index] for index in sorted(by_block)] + ([head] if head else [])
+
+
+def build_candidates(
+    loaded: LoadedModel,
+    plan: QuantizationPlan,
+    calibration: CalibrationSet,
+    store: CandidateStore,
+    settings: CandidateSettings,
+    storage_dtype: torch.dtype,
+    on_progress: Callable[[int, int], None] | None = None,
+    ranks: Ranks | None = None,
+) -> None:
+    """Fill what the store is missing.
+
+    Every rank makes one of the next missing blocks. Its file is written, and entered in the store, while the rank
+    makes its next block.
+
+    Args:
+        loaded: The full model, computing in its present type.
+        plan: Linears, widths and grid.
+        calibration: Sequences for the Hessians.
+        store: Made for :func:`candidate_identity`.
+        settings: How to quantize.
+        storage_dtype: Type of the scales: the checkpoint's.
+        on_progress: Called with (linears done, linears in all).
+        ranks: Who shares the work; all of them call this, with stores of the same content.
+    """
+    ranks = ranks or Ranks()
+    groups = blocks_of(plan)
+    missing = store.missing_blocks
+    total = sum(len(group) for group in groups)
+    done: float = total - sum(len(groups[index]) for index in missing)
+
+    def advance(count: float) -> None:
+        nonlocal done
+        done += count
+        if on_progress is not None:
+            on_progress(min(round(done), total), total)
+
+    advance(0)
+    if not missing:
+        return
+    inputs = (
+        BlockInputs.capture(
+            loaded.model, loaded.layout, calibration.tokens, batch_size=settings.batch_size, storage="cpu"
+        )
+        if settings.method == "gptq"
+        else None
+    )
+
+    def make(index: int, sharers: int) -> Callable[[], dict[str, Any]]:
+        """A block's candidates; what is returned writes them."""
+        group = groups[index]
+        linears = [info for info in group if not isinstance(info, ExpertLinear)]
+        sparse = expert_layer_of(group)
+        hessians: dict[str, HessianAccumulator] = {}
+        experts: ExpertHessians | None = None
+        if inputs is not None:
+            block = group[0].block
+            target = len(loaded.layout.blocks(loaded.model)) if block is None else block
+            while inputs.position < target:
+                inputs.advance()
+            if sparse is not None:
+                experts = ExpertHessians(sparse, calibration.tokens.numel(), settings.expert_tokens)
+            hessians = (
+                _head_hessian(loaded, inputs, group[0])
+                if block is None
+                else _block_hessians(loaded, inputs, linears, experts)
+            )
+        candidates: dict[str, dict[str, PackedWeight]] = {}
+        statistics: dict[str, dict[str, dict[str, Any]]] = {}
+        for info in linears:
+            accumulator, grids = hessians.get(info.name), _grids(plan, info)
+            packed, errors, relative = quantize_matrix(
+                info.weight.detach().float(),
+                None if accumulator is None else accumulator.matrix(),
+                list(grids.values()),
+                settings.arguments(),
+                storage_dtype,
+            )
+            candidates[info.name] = dict(zip(grids, packed, strict=True))
+            statistics[info.name] = {
+                label: {"error": error, "relative_error": share}
+                for label, error, share in zip(grids, errors, relative, strict=True)
+            }
+            advance(sharers)  # the other ranks are about as far
+        if sparse is not None:
+            step = sharers * (len(group) - len(linears)) / (2 * sparse.num_experts)
+            stacked = {info.stored_in: info for info in group if isinstance(info, ExpertLinear)}
+            stacks, found = quantize_experts(
+                sparse,
+                experts,
+                {name: _grids(plan, info) for name, info in stacked.items()},
+                settings.arguments(),
+                storage_dtype,
+                partial(advance, step),
+            )
+            candidates.update(stacks)
+            statistics.update(found)
+        # In host memory: the writer must not wait for what the device does next.
+        moved = {name: {label: w.to("cpu") for label, w in each.items()} for name, each in candidates.items()}
+        return partial(store.write_file, index, moved, statistics)
+
+    on_their_way: dict[int, Future[dict[str, Any]]] = {}
+    failures: list[Exception] = []
+
+    def share(blocks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Make this rank's part of some blocks; the entries of those that it made before, whatever fails."""
+        made_before, entries = list(on_their_way), {}
+        try:
+            for index in blocks[ranks.index :: ranks.count]:
+                on_their_way[index] = writer.submit(make(index, len(blocks)))
+        except Exception as error:  # noqa: BLE001 - raised when all that was made before is in the store
+            failures.append(error)
+        for index in made_before:
+            try:
+                entries[index] = on_their_way[index].result()
+            except Exception as error:  # noqa: BLE001 - likewise
+                failures.append(error)
+        return entries
+
+    def fail() -> None:
+        for other in failures[1:]:
+            logger.warning("Beside what ends the job: %s: %s", type(other).__name__, other)
+        if failures:
+            raise failures[0]
+
+    with ThreadPoolExecutor(1, thread_name_prefix="rco-store") as writer:
+        try:
+            # In the last round nothing is made, and what was made before it is entered.
+            for start in range(0, len(missing) + ranks.count, ranks.count):
+                together = missing[start : start + ranks.count]
+                before = done
+                for entries in ranks.gather(partial(share, together)):
+                    for index, entry in entries.items():
+                        store.enter(index, entry)
+                        on_their_way.pop(index, None)
+                ranks.gather(fail)
+                done = before
+                advance(sum(len(groups[index]) for index in together))
+        finally:
+            # Where something failed or someone interrupted: what this rank had made need not be made again.
+            for index, written in on_their_way.items():
+                if written.exception() is None:
+                    store.enter(index, written.result())
+
+
+def _grids(plan: QuantizationPlan, info: LinearInfo) -> dict[str, Grid]:
+    """Label -> grid of every width of a linear."""
+    schemes = {option_label(width): plan.scheme(info, width) for width in plan.packed_widths}
+    return {
+        label: Grid(scheme.bits, scheme.group_size, scheme.symmetric) for label, scheme in schemes.items()
+    }
+
+
+def _shared_inputs(loaded: LoadedModel, group: Sequence[LinearInfo]) -> dict[str, str]:
+    """Linear name -> path of the linear whose input statistic it uses (the first of its fused set)."""
+    path_of = {info.name: info.path for info in group}
+    source = {info.name: info.path for info in group}
+    for names in loaded.layout.fused_sets(group):
+        for name in names:
+            source[name] = path_of[names[0]]
+    return source
+
+
+def _block_hessians(
+    loaded: LoadedModel, inputs: BlockInputs, group: Sequence[LinearInfo], experts: ExpertHessians | None
+) -> dict[str, HessianAccumulator]:
+    source = _shared_inputs(loaded, group)
+    first = {info.path: info for info in group}
+    accumulators = {
+        path: HessianAccumulator(first[path].in_features, device=first[path].weight.device)
+        for path in dict.fromkeys(source.values())
+    }
+    _, block = loaded.layout.blocks(loaded.model)[inputs.position]
+
+    def add(path: str, x: Tensor) -> None:
+        accumulators[path].add(x)
+
+    with ExitStack() as stack:
+        stack.enter_context(linear_inputs(block, accumulators, add))
+        if experts is not None:
+            collect = experts.add
+            hook = experts.layer.block.register_forward_pre_hook(lambda _, args: collect(args[0]))
+            stack.callback(hook.remove)
+        inputs.advance()  # the candidates see the full model, so its next hidden states come with this pass
+    return {name: accumulators[path] for name, path in source.items()}
+
+
+def _head_hessian(
+    loaded: LoadedModel, inputs: BlockInputs, head: LinearInfo
+) -> dict[str, HessianAccumulator]:
+    accumulator = HessianAccumulator(head.in_features, device=head.weight.device)
+    for rows in inputs.finish():
+        accumulator.add(rows)
+    return {head.name: accumulator}

@@ -1,0 +1,105 @@
+"""From chosen widths to what is written, packed, and to what an engine computes with, decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from rco.compression.candidates import option_label
+from rco.compression.expert_candidates import kept_experts, packed_candidate
+from rco.compression.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
+from rco.formats.packing import PackedWeight
+from rco.models.layout import LinearInfo
+from rco.models.loading import LoadedModel
+from rco.models.moe.linears import ExpertLinear, model_linears, sparse_layers
+from rco.models.moe.prune import prune_experts
+
+__all__ = ["chosen_weights", "decode_into", "deploy", "written_names"]
+
+Choices = Mapping[str, int]  # linear name -> width
+
+
+def chosen_weights(
+    plan: QuantizationPlan, packed: Mapping[str, Mapping[str, PackedWeight]], choices: Choices
+) -> dict[str, PackedWeight]:
+    """The packed weight of every quantized linear; those left alone are missing."""
+    return {
+        info.name: packed_candidate(packed, info, option_label(choices[info.name]))
+        for info in plan.linears
+        if choices[info.name] not in (LEAVE_ALONE, PRUNED)
+    }
+
+
+def written_names(plan: QuantizationPlan, choices: Choices) -> dict[str, LinearInfo]:
+    """The linears that are in the checkpoint: all that are planned, but for pruned experts.
+
+    Experts that follow a pruned one have moved up.
+    """
+    kept = kept_experts(plan, choices)
+    found: dict[str, LinearInfo] = {}
+    for info in plan.linears:
+        if choices[info.name] == PRUNED:
+            continue
+        name = info.name
+        if isinstance(info, ExpertLinear) and info.layer.index in kept:
+            name = info.renumbered(kept[info.layer.index].index(info.expert))
+        found[name] = info
+    return found
+
+
+def deploy(
+    loaded: LoadedModel,
+    plan: QuantizationPlan,
+    packed: Mapping[str, Mapping[str, PackedWeight]],
+    choices: Choices,
+) -> tuple[LoadedModel, dict[str, PackedWeight]]:
+    """What is exported: the model without its pruned experts, and the packed weights by their names there."""
+    weights, written = chosen_weights(plan, packed, choices), written_names(plan, choices)
+    kept = kept_experts(plan, choices)
+    named = {name: weights[info.name] for name, info in written.items() if info.name in weights}
+    if not kept:
+        return loaded, named
+    masks = []
+    for layer in sparse_layers(loaded.model):
+        mask = torch.ones(layer.num_experts, dtype=torch.bool)
+        if layer.index in kept:
+            mask = torch.zeros_like(mask).index_fill_(0, torch.tensor(kept[layer.index]), True)
+        masks.append(mask)
+    return replace(loaded, model=prune_experts(loaded.model, masks)), named
+
+
+def decode_into(loaded: LoadedModel, weights: Mapping[str, PackedWeight]) -> None:
+    """Give a model the decoded values of packed weights: bit for bit those that the checkpoint loads as.
+
+    All are decoded before the first is put in place, so that a failure leaves the model as it was.
+
+    Args:
+        loaded: The model, without pruned experts; changed in place.
+        weights: Packed weights by linear, as :func:`deploy` returns them.
+    """
+    for parameter, values in list(_decoded(loaded, weights)):
+        parameter.data = values
+
+
+def _decoded(
+    loaded: LoadedModel, weights: Mapping[str, PackedWeight]
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Parameters and their new values; experts whose weights stay are in them as they were."""
+    linears = {info.name: info for info in model_linears(loaded.layout, loaded.model, include_head=True)}
+    stacks: dict[str, tuple[nn.Parameter, Tensor]] = {}
+    with torch.no_grad():
+        for name, packed in weights.items():
+            info = linears[name]
+            if isinstance(info, ExpertLinear):
+                if info.stored_in not in stacks:
+                    stack = loaded.model.get_parameter(info.stored_in)
+                    stacks[info.stored_in] = (stack, stack.detach().clone())
+                info.place(stacks[info.stored_in][1]).copy_(packed.dequantize())
+                continue
+            weight = info.module.get_parameter("weight")
+            dense = packed.dequantize().to(weight.device, weight.dtype)
+            yield weight, dense.T.contiguous() if info.transposed else dense
+    yield from stacks.values()

@@ -1,0 +1,103 @@
+"""llama.cpp's block types as options of a search: what each costs, which rows it fits, which grid is nearest.
+
+A GGUF tensor is stored row by row in blocks. The K types hold 256 weights in a block, so a row must divide by 256;
+llama.cpp quietly writes another type where it does not. No recipe of ours comes to that: rows of 256 choose among
+the K types, other rows of 32 among the plain ones, and any other row stays at 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from types import MappingProxyType
+
+from rco.compression.accounting import DENSE, DENSE_BITS, Scheme
+
+__all__ = ["BLOCK_TYPES", "GGUF_WIDTHS", "BlockType", "block_type", "written_type"]
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """One storage type of a GGUF file.
+
+    Attributes:
+        name: As llama.cpp's programs read and print it.
+        block: Weights per block.
+        block_bytes: Bytes per block: codes, scales and minima.
+        scheme: The grid that candidates for it are made with: the same codes, the same weights per scale. Scales
+            that the K types quantize once more inside a block of 256 stay exact in the candidates.
+    """
+
+    name: str
+    block: int
+    block_bytes: int
+    scheme: Scheme
+
+    @property
+    def bits_per_weight(self) -> Fraction:
+        """Everything a weight takes, scales included."""
+        return Fraction(8 * self.block_bytes, self.block)
+
+    def fits(self, columns: int) -> bool:
+        """Whether a row of that length is whole blocks."""
+        return columns % self.block == 0
+
+    def tensor_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a tensor's data."""
+        if not self.fits(columns):
+            raise ValueError(
+                f"{self.name} stores blocks of {self.block}, which do not divide a row of {columns}."
+            )
+        return rows * (columns // self.block) * self.block_bytes
+
+
+BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
+    {
+        kind.name: kind
+        for kind in (
+            BlockType("q2_k", 256, 84, Scheme(2, 16, symmetric=False)),
+            BlockType("q3_k", 256, 110, Scheme(3, 16)),
+            BlockType("q4_k", 256, 144, Scheme(4, 32, symmetric=False)),
+            BlockType("q5_k", 256, 176, Scheme(5, 32, symmetric=False)),
+            BlockType("q6_k", 256, 210, Scheme(6, 16)),
+            BlockType("q4_0", 32, 18, Scheme(4, 32)),
+            BlockType("q5_0", 32, 22, Scheme(5, 32)),
+            BlockType("q5_1", 32, 24, Scheme(5, 32, symmetric=False)),
+            BlockType("q8_0", 32, 34, Scheme(8, 32)),
+            BlockType("f16", 1, 2, DENSE),
+            BlockType("bf16", 1, 2, DENSE),
+            BlockType("f32", 1, 4, DENSE),
+        )
+    }
+)
+_OF_256 = {2: "q2_k", 3: "q3_k", 4: "q4_k", 5: "q5_k", 6: "q6_k", 8: "q8_0"}
+_OF_32 = {4: "q4_0", 5: "q5_0", 8: "q8_0"}
+GGUF_WIDTHS = tuple(_OF_256)
+
+# What llama.cpp writes instead where a row is no multiple of 256, as of the release named in docs/engines.md.
+# Earlier ones give iq4_nl, of the same size, for q2_k and q3_k.
+_FALLBACK = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+
+
+def block_type(width: int, columns: int, dense: str = "f16") -> BlockType | None:
+    """The type that stands for a width on rows of that length; None where llama.cpp has none.
+
+    Args:
+        width: Bits of a code, 16 for a weight that is left alone.
+        columns: Length of a row in the file.
+        dense: Type of what is left alone, ``f16`` or ``bf16``.
+    """
+    if width == DENSE_BITS:
+        return BLOCK_TYPES[dense]
+    name = (_OF_32 if columns % 256 else _OF_256).get(width)
+    kind = BLOCK_TYPES[name] if name is not None else None
+    return kind if kind is not None and kind.fits(columns) else None
+
+
+def written_type(asked: str, columns: int) -> BlockType:
+    """The type that llama.cpp writes when a recipe asks for one: the same, or its fallback."""
+    kind = BLOCK_TYPES[asked]
+    if not kind.fits(columns):
+        kind = BLOCK_TYPES[_FALLBACK.get(asked, asked)]
+    return kind if kind.fits(columns) else BLOCK_TYPES["f16"]

@@ -1,0 +1,242 @@
+"""What a search over packed options holds at its peak, counted from shapes and a short pass of one block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rco.compression.accounting import stored_bits
+from rco.compression.plan import PRUNED, QuantizationPlan
+from rco.formats.streaming import STREAM_SLOTS
+from rco.losses import LOGITS_BYTES, chunk_length
+from rco.models.capture import block_kinds, lone_block
+from rco.models.layout import LinearInfo
+from rco.models.loading import LoadedModel
+from rco.models.moe.experts import expert_weights
+from rco.models.moe.gates import expert_gates
+from rco.models.moe.layers import MoELayer, moe_layers
+from rco.models.moe.linears import EXPERT_ROLE, ExpertLinear
+from rco.models.precision import computing_in
+
+__all__ = ["SearchMemory", "pruning_memory", "saved_bytes_per_token", "search_memory"]
+
+_PROBE_TOKENS = 64
+_FEWEST_TOKENS = 16
+_PROBE_PRODUCTS = 2**31  # of a parameter with a token, in one block
+
+
+@dataclass(frozen=True)
+class SearchMemory:
+    """Bytes on the model's device.
+
+    Attributes:
+        weights: Parameters that stay on the device: all but the linears of which packed options alone are read.
+        originals: Those linears; in host memory while a GPU searches, on the device for the sensitivities.
+        candidates: Packed options, or the buffers that they stream through.
+        activations: What the backward pass needs.
+        workspace: Dense weight and its gradient (of all experts of a layer), the loss's chunks of logits; on a GPU
+            also what the allocator has taken and cannot fill.
+    """
+
+    weights: int
+    originals: int
+    candidates: int
+    activations: int
+    workspace: int
+
+    @property
+    def search(self) -> int:
+        """Peak of a step, the originals in host memory."""
+        return self.weights + self.candidates + self.activations + self.workspace
+
+    @property
+    def peak(self) -> int:
+        """Peak of a run: the sensitivities need the original weights as well."""
+        return self.search + self.originals
+
+
+def saved_bytes_per_token(
+    loaded: LoadedModel, linears: Sequence[LinearInfo], dtype: torch.dtype, *, gated: bool = False
+) -> float:
+    """Bytes per token that autograd keeps for gradients of the given linears' weights, all blocks together.
+
+    One block of every kind is run on a few tokens, so that a large model costs little more than a small one.
+
+    Args:
+        loaded: The model.
+        linears: Those whose weights want a gradient.
+        dtype: Type of the computation.
+        gated: Experts run by their gates, which want a gradient, too.
+    """
+    norm = loaded.layout.final_norm(loaded.model)
+    layers = moe_layers(loaded.model) if gated else ()
+    total = 0.0
+    for index, count in block_kinds(loaded.model, loaded.layout):
+        tokens = probe_tokens(loaded, index)
+        with lone_block(loaded.model, loaded.layout, index, tokens=tokens, dtype=dtype) as lone:
+            inside = set(lone.block.modules())
+            weights: list[Any] = [
+                i.module.weight for i in linears if i.role != EXPERT_ROLE and i.module in inside
+            ]
+            sparse = [layer.index for layer in layers if layer.decoder_index == index]
+            with _open_gates(loaded, sparse) if sparse else nullcontext(), _wanting_gradients(weights):
+                if index == 0:  # the embedding wants no gradient
+                    total += _saved_bytes(lone, lone.held, tokens, lone.hidden) / tokens
+                    count -= 1
+                if count:
+                    entering = lone.hidden.detach().requires_grad_(True)
+                    total += count * _saved_bytes(lone, lone.held, tokens, entering) / tokens
+    with computing_in(norm, dtype):
+        leaving = lone.hidden.detach().requires_grad_(True)
+        total += _saved_bytes(norm, norm.parameters(), tokens, leaving) / tokens
+    return total
+
+
+def probe_tokens(loaded: LoadedModel, index: int) -> int:
+    """Tokens that a block is probed with: fewer if it is large, to bound the work."""
+    parameters = sum(p.numel() for p in loaded.layout.blocks(loaded.model)[index][1].parameters())
+    return max(_FEWEST_TOKENS, min(_PROBE_TOKENS, _PROBE_PRODUCTS // max(parameters, 1)))
+
+
+def _saved_bytes(
+    work: Callable[[Tensor], Tensor], held: Iterable[Tensor], tokens: int, hidden: Tensor
+) -> int:
+    """Bytes that autograd keeps for ``work``: not what is ``held`` anyway, nor what does not grow with tokens."""
+    owned = {tensor.untyped_storage().data_ptr() for tensor in held}
+    found: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned and tensor.numel() >= tokens:
+            found[storage.data_ptr()] = storage.nbytes()
+        # Kept, so that its memory is not counted twice; detached, because a result that holds its own graph leaks.
+        return tensor.detach()
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        work(hidden)
+    return sum(found.values())
+
+
+@contextmanager
+def _wanting_gradients(weights: Sequence[Tensor]) -> Iterator[None]:
+    try:
+        for weight in weights:
+            weight.requires_grad_(True)
+        yield
+    finally:
+        for weight in weights:
+            weight.requires_grad_(False)
+
+
+@contextmanager
+def _open_gates(loaded: LoadedModel, layers: Sequence[int]) -> Iterator[None]:
+    """All gates open, wanting a gradient, in these sparse layers."""
+    with expert_gates(loaded.model, only=layers) as gates:
+        gates.set_gates(torch.ones(gates.num_gates, device=loaded.device, requires_grad=True))
+        yield
+
+
+def search_memory(
+    loaded: LoadedModel,
+    plan: QuantizationPlan,
+    *,
+    tokens: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    offload: bool,
+) -> SearchMemory:
+    """Count the memory of a search step.
+
+    Args:
+        loaded: The model.
+        plan: Its linears and their widths.
+        tokens: Tokens per forward pass.
+        dtype: Type of the computation.
+        checkpointing: Whether blocks are computed again in the backward pass.
+        offload: Whether packed options stay in host memory.
+    """
+    width = dtype.itemsize
+    parameters = sum(p.numel() for p in loaded.model.parameters())
+    own = sum(info.parameters for info in plan.packed_alone if info.role != "head")
+    per_linear = {
+        info.name: sum(stored_bits(info, plan.scheme(info, w)) for w in plan.packed_widths) // 8
+        for info in plan.linears
+    }
+    candidates = sum(per_linear.values())
+    if offload:
+        fetched = (sum(per_linear[info.name] for info in members) for members in plan.fetched_together)
+        candidates = STREAM_SLOTS * max(fetched, default=0)
+    saved = int(saved_bytes_per_token(loaded, plan.linears, dtype, gated=bool(plan.experts)) * tokens)
+    linears = [info for info in plan.linears if info.role != EXPERT_ROLE]
+    largest = max((info.parameters for info in linears), default=0) * width
+    widest = max((max(info.in_features, info.out_features) for info in linears), default=0)
+    backward = largest + 4 * tokens * widest * width
+    # A layer's experts are decoded and differentiated all at once.
+    stack = 0
+    for members in plan.fetched_together:
+        first = members[0]
+        if not isinstance(first, ExpertLinear):
+            continue
+        numbers = sum(info.parameters for info in members)
+        stack = max(stack, numbers * width)
+        held = numbers + _layer_backward(first.layer, tokens, probed=PRUNED in plan.widths)
+        backward = max(backward, held * width)
+    activations, workspace = _at_the_peak(loaded, tokens, width, saved, backward, checkpointing)
+    counted = SearchMemory(
+        weights=(parameters - own) * width,
+        originals=own * width,
+        candidates=candidates,
+        activations=activations,
+        workspace=largest + stack + workspace,
+    )
+    return _with_unfilled(counted, loaded.device)
+
+
+def pruning_memory(
+    loaded: LoadedModel, *, tokens: int, dtype: torch.dtype, checkpointing: bool
+) -> SearchMemory:
+    """Count the memory of a search step over gates of experts; the arguments are those of :func:`search_memory`."""
+    width = dtype.itemsize
+    saved = int(saved_bytes_per_token(loaded, (), dtype, gated=True) * tokens)
+    backward = max(_layer_backward(layer, tokens, probed=True) for layer in moe_layers(loaded.model)) * width
+    activations, workspace = _at_the_peak(loaded, tokens, width, saved, backward, checkpointing)
+    parameters = sum(p.numel() for p in loaded.model.parameters())
+    return _with_unfilled(SearchMemory(parameters * width, 0, 0, activations, workspace), loaded.device)
+
+
+def _with_unfilled(counted: SearchMemory, device: torch.device) -> SearchMemory:
+    """With the gaps between tensors and the libraries' workspaces: about a GiB of a GPU, less of a small search."""
+    unfilled = min(2**30, counted.search // 12) if device.type == "cuda" else 0
+    return replace(counted, workspace=counted.workspace + unfilled)
+
+
+def _layer_backward(layer: MoELayer, tokens: int, probed: bool) -> int:
+    """Numbers that a sparse layer's backward pass holds beside what was saved for it and gradients of weights."""
+    weights = expert_weights(layer.experts)
+    inner, hidden = weights.down.shape[1:]
+    # Every pair's output gradient, and its inner states and their gradients; the same of what pruned experts would
+    # have said, of which there are half as many (a quarter of the experts being pruned) and one per token.
+    pairs = tokens * layer.top_k
+    probes = (pairs // 2 + tokens) * (2 * hidden + 5 * inner) if probed else 0
+    return int(pairs * (hidden + 4 * inner) + probes)
+
+
+def _at_the_peak(
+    loaded: LoadedModel, tokens: int, width: int, saved: int, backward: int, checkpointing: bool
+) -> tuple[int, int]:
+    """Bytes kept for the backward pass, and the most that the loss or a layer's backward pass takes beside them."""
+    head = loaded.layout.head(loaded.model).weight
+    blocks = max(len(loaded.layout.blocks(loaded.model)), 1)
+    states = tokens * head.shape[1] * width
+    allowance = LOGITS_BYTES * (2 if loaded.device.type == "cuda" else 1)
+    rows = min(chunk_length(head.shape[0], allowance=allowance), tokens)
+    # Four buffers of float32 logits, and in a half type the slope that multiplies the output layer.
+    loss = rows * head.shape[0] * (16 + (width if width < 4 else 0)) + 3 * states
+    if checkpointing:
+        return blocks * states, max(loss, saved // blocks + backward)
+    return saved, max(loss, backward)

@@ -1,0 +1,318 @@
+"""The loss a search minimises on a language model: KL to the full model, or cross-entropy, on calibration text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from rco.compression.recording import Recording
+from rco.core.transfer import send
+from rco.data.calibration import CalibrationSet
+from rco.losses import Head, chunked_cross_entropy, chunked_kl
+from rco.models.loading import LoadedModel
+from rco.models.moe.probe_buffer import ProbeRoom, UsedRoom
+
+__all__ = ["Disturb", "LanguageModelObjective", "LossKind", "OptionErrors", "Reference", "SetGates"]
+
+logger = logging.getLogger(__name__)
+
+LossKind = Literal["kl", "cross-entropy"]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Last hidden states of the full model on every sequence: tokens x hidden, never tokens x vocabulary."""
+
+    hidden: Tensor  # (S, L, H) on the CPU (in pinned memory for a GPU), in the model's type
+
+    @classmethod
+    @torch.no_grad()
+    def compute(cls, loaded: LoadedModel, calibration: CalibrationSet, batch_size: int) -> Reference:
+        """Run the full model once over the sequences."""
+        hidden: Tensor | None = None
+        for start in range(0, len(calibration.tokens), batch_size):
+            ids = calibration.tokens[start : start + batch_size].to(loaded.device)
+            part = loaded.layout.final_hidden(loaded.model, ids)
+            if hidden is None:
+                shape = (*calibration.tokens.shape, part.shape[-1])
+                hidden = torch.empty(shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            hidden[start : start + batch_size] = part.cpu()
+        if hidden is None:
+            raise ValueError("The reference needs at least one sequence.")
+        return cls(hidden)
+
+
+class OptionErrors(Protocol):
+    """What is known of every option without running the model."""
+
+    def option_errors(self) -> Tensor:
+        """(N, K) relative squared errors of the weights."""
+        ...
+
+    def output_errors(self) -> Tensor:
+        """(N, K) squared errors of the outputs."""
+        ...
+
+
+class SetGates(Protocol):
+    """Applies gates to a model."""
+
+    def __call__(self, gates: Tensor, values: Tensor | None = None, recorded: bool = False) -> None:
+        """Let the model use the options that ``gates`` (N, K) pick.
+
+        Args:
+            gates: One-hot rows that may carry gradient.
+            values: The same numbers in host memory, where the gates are on a device: choices are read off them,
+                so that nobody waits.
+            recorded: What is launched will be launched again with other gates: choices are read off the gates where
+                they are, when they are needed. Only where a :class:`LanguageModelObjective` was told that it may.
+        """
+        ...
+
+
+class Disturb(Protocol):
+    """Adds noise to the weights of one group, inside a context."""
+
+    def __call__(self, group: int, squared_error: float, seed: int) -> AbstractContextManager[None]:
+        """The noise's square is ``squared_error`` times that of the weights under the present gates."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A batch of sequences: what the model reads, where it is, and what is asked about it, in host memory."""
+
+    tokens: Tensor  # (B, L) on the model's device
+    reference: Tensor | None  # (B, L, H) likewise
+    following: Tensor  # (B, L - 1) the tokens to be predicted
+    mask: Tensor  # (B, L - 1) what counts, known without asking the device
+
+
+class LanguageModelObjective:
+    """Mean loss per predicted token of a model whose options are set by gates.
+
+    Args:
+        loaded: The model, already switchable.
+        calibration: Sequences for the gradients.
+        reference: The full model's hidden states on them; None for cross-entropy.
+        reference_head: The full model's output layer.
+        set_gates: Applies gates (N, K) to the model.
+        student_head: The output layer under the present gates.
+        batch_size: Sequences per batch.
+        top_k: Coarsen the KL to the reference's k likeliest tokens and one bucket for the rest.
+        selection: The same on the held-back sequences.
+        curvature: (N, K, K) second-order cost of a switch, if it is known.
+        errors: Makes the tables that some methods ask for; None: there are none.
+        room: What the model's backward pass makes room for without knowing how much it needs; None: nothing.
+        disturb: Adds noise to one group's weights inside its context; None: it cannot be done.
+        check_recorded: Refuses gates (N, K), in host memory, that cannot be set. Given where samples may be
+            recorded as a CUDA graph, which is replayed without anybody looking at the gates; None: they may not.
+
+    Attributes:
+        layer_errors: (N, K) sensitivities of layers' outputs, where someone has measured them and set them here.
+        fisher_losses: (N, K) second-order losses, likewise.
+        room: As given.
+    """
+
+    layer_errors: Tensor
+    fisher_losses: Tensor
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        calibration: CalibrationSet,
+        reference: Reference | None,
+        reference_head: Head,
+        set_gates: SetGates,
+        student_head: Callable[[], Head],
+        *,
+        batch_size: int = 1,
+        top_k: int | None = None,
+        selection: LanguageModelObjective | None = None,
+        curvature: Tensor | None = None,
+        errors: OptionErrors | None = None,
+        room: ProbeRoom | None = None,
+        disturb: Disturb | None = None,
+        check_recorded: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self._loaded = loaded
+        self._calibration = calibration
+        self._reference = reference
+        self._set_gates = set_gates
+        self._student_head = student_head
+        self._batch_size = batch_size
+        self._top_k = top_k
+        self._reference_head = reference_head
+        self.num_batches = -(-len(calibration.tokens) // batch_size)
+        self.selection = selection if selection is not None else self
+        if curvature is not None:
+            self.curvature = curvature
+        self._errors = errors
+        self.room = room
+        self._disturb = disturb
+        # Only where sequences count as a whole, as plain text does: others differ in how many tokens they ask for.
+        whole = bool(calibration.mask[:, :-1].all()) and reference is not None
+        self._check_recorded = check_recorded if whole else None
+        self._recording: tuple[Recording, UsedRoom | None] | None = None
+        self._answered = False
+        self.tokens_per_batch = batch_size * calibration.tokens.shape[1]
+
+    @property
+    def recordable(self) -> bool:
+        """Whether the next sample may be recorded, or replayed from a recording."""
+        return self._check_recorded is not None
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a recording of a sample is held."""
+        return self._recording is not None
+
+    @property
+    def samples_redone(self) -> int:
+        """Samples launched with too little room for what they needed, and therefore done twice."""
+        return 0 if self.room is None else self.room.too_small
+
+    @cached_property
+    def option_errors(self) -> Tensor:
+        """(N, K) squared error of every option's weights as a part of the full weights' square."""
+        return self._known_errors().option_errors()
+
+    @cached_property
+    def output_errors(self) -> Tensor:
+        """(N, K) squared error of every option's outputs on the calibration text."""
+        return self._known_errors().output_errors()
+
+    def _known_errors(self) -> OptionErrors:
+        if self._errors is None:
+            raise AttributeError("This objective was made without tables of errors.")
+        return self._errors
+
+    def loss(self, gates: Tensor, batch: int) -> Tensor:
+        """Loss on one batch of sequences; differentiable in the gates."""
+        return self._loss(gates, None, batch)
+
+    def noisy_loss(self, gates: Tensor, batch: int, group: int, squared_error: float, seed: int) -> Tensor:
+        """Loss on one batch with noise of a relative squared error on the weights of one group."""
+        if self._disturb is None:
+            raise ValueError(
+                "This objective's groups have no weights that noise could be added to; use higgs."
+            )
+        self._set_gates(gates)
+        with self._disturb(group, squared_error, seed):
+            return self._loss(gates, None, batch)
+
+    def enqueue(self, gates: Tensor, batch: int) -> Callable[[], tuple[float, Tensor]]:
+        """Launch the loss on one batch and its gradient; what is returned waits for them.
+
+        The gates go to the model's device and their gradient stays there, so that nothing has to be waited for
+        within a sample or between two of them. What is kept of a sample is its loss and its gradient.
+        """
+        values, room = gates.detach(), self.room
+        placed, text = self._placed(values), self._text(batch)
+        found = self._replay(placed, values, text) or self._launch(placed, values, text)
+
+        def answer() -> tuple[float, Tensor]:
+            loss, gradient, used = found
+            if room is not None and used is not None and not room.settle(used):
+                self.forget_recording()  # it has no more room than this sample had
+                again = self._placed(values), values, self._text(batch)
+                loss, gradient, _ = self._launch(*again, counted=True)
+            self._answered = True
+            return float(loss), gradient.to(device=values.device, dtype=values.dtype)
+
+        return answer
+
+    def forget_recording(self) -> None:
+        """Give back the memory of a recorded sample; the next one is recorded anew."""
+        self._recording = None
+
+    def _placed(self, values: Tensor) -> Tensor:
+        """Gates where the model is."""
+        # Not every device has the gates' float64.
+        return send(values.float() if self._loaded.device.type == "mps" else values, self._loaded.device)
+
+    def _launch(
+        self, gates: Tensor, values: Tensor, text: _Text, *, recorded: bool = False, counted: bool = False
+    ) -> tuple[Tensor, Tensor, UsedRoom | None]:
+        """A sample's loss, its gradient in the gates, and the room that it used.
+
+        ``counted``, it makes just the room that it needs, and the host waits for the number in every layer.
+        """
+        leaf, room = gates.detach().requires_grad_(), self.room
+        with nullcontext() if room is None or counted else room.sample(recorded) as used:
+            loss = self._loss_on(leaf, values, text, recorded)
+            (gradient,) = torch.autograd.grad(loss, leaf)
+        return loss.detach(), gradient, used
+
+    def _replay(
+        self, gates: Tensor, values: Tensor, text: _Text
+    ) -> tuple[Tensor, Tensor, UsedRoom | None] | None:
+        """The same from a recording; None without one. It is made once a sample has shown how much room to make."""
+        if self._check_recorded is None or text.reference is None:
+            return None
+        if self.room is not None and not self._answered:
+            return None
+        if self._recording is None:
+            if len(text.tokens) < min(self._batch_size, len(self._calibration.tokens)):
+                return None  # the last batch alone is so short: a recording of it would serve no other
+            self._recording = self._record(gates, values, text)
+            if self._recording is None:
+                return None
+        recording, used = self._recording
+        if not recording.takes(gates, text.tokens, text.reference):
+            return None
+        self._check_recorded(values)
+        loss, gradient, *counts = recording(gates, text.tokens, text.reference)
+        return loss, gradient, used.replayed(*counts) if used is not None and counts else None
+
+    def _record(self, gates: Tensor, values: Tensor, text: _Text) -> tuple[Recording, UsedRoom | None] | None:
+        used: UsedRoom | None = None
+
+        def work(gates: Tensor, tokens: Tensor, reference: Tensor) -> tuple[Tensor, ...]:
+            nonlocal used
+            here = replace(text, tokens=tokens, reference=reference)
+            loss, gradient, used = self._launch(gates, values, here, recorded=True)
+            return (loss, gradient) if used is None or not used.needed else (loss, gradient, used.counts())
+
+        assert text.reference is not None
+        try:
+            return Recording(work, [gates, text.tokens, text.reference]), used
+        except RuntimeError as error:  # out of memory among them
+            self._check_recorded = None
+            logger.warning(
+                "A sample could not be recorded as a CUDA graph (%s); samples are launched kernel by kernel.",
+                error,
+            )
+            return None
+
+    def _text(self, batch: int) -> _Text:
+        if not 0 <= batch < self.num_batches:
+            raise IndexError(f"There are {self.num_batches} batches, got number {batch}.")
+        rows = slice(batch * self._batch_size, (batch + 1) * self._batch_size)
+        device, ids = self._loaded.device, self._calibration.tokens[rows]
+        tokens = send(ids, device)
+        reference = None
+        if self._reference is not None:
+            # Fetched ahead of the forward pass, so that the copy is over by the time it is needed; whole sequences,
+            # which are contiguous in pinned memory.
+            reference = send(self._reference.hidden[rows], device)
+        return _Text(tokens, reference, ids[:, 1:], self._calibration.mask[rows, :-1])
+
+    def _loss(self, gates: Tensor, values: Tensor | None, batch: int) -> Tensor:
+        return self._loss_on(gates, values, self._text(batch))
+
+    def _loss_on(self, gates: Tensor, values: Tensor | None, text: _Text, recorded: bool = False) -> Tensor:
+        self._set_gates(gates, values, recorded)
+        hidden = self._loaded.layout.final_hidden(self._loaded.model, text.tokens)[:, :-1]
+        head = self._student_head()
+        if text.reference is None:
+            return chunked_cross_entropy(hidden, head, text.following, text.mask)
+        reference = text.reference[:, :-1]
+        return chunked_kl(hidden, head, reference, self._reference_head, text.mask, top_k=self._top_k)

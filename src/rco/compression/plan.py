@@ -1,0 +1,387 @@
+"""Which linears form which group, and which widths each group may take.
+
+Locks, skips, ties and the rules of a serving engine all become part of the problem here, before any work, so that
+what a search returns is what the engine loads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+from rco.compression.accounting import DENSE, Scheme
+from rco.compression.clusters import cluster_name, clusters_of
+from rco.compression.engines import Engine, ExpertGroups, find_engine
+from rco.compression.gguf_file import GGUFFile
+from rco.compression.gguf_types import GGUF_WIDTHS
+from rco.models.layout import Layout, LinearInfo
+from rco.models.moe.linears import EXPERT_ROLE, ExpertLinear
+
+__all__ = ["LEAVE_ALONE", "PRUNED", "ExpertGroups", "Group", "QuantizationPlan", "make_plan"]
+
+LEAVE_ALONE = 16
+PRUNED = 0  # bits of an expert that is taken out, the router choosing among the others
+
+ROLES = ("attention", "mlp", EXPERT_ROLE, "shared_expert", "head")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linears that get one width together."""
+
+    name: str
+    members: tuple[LinearInfo, ...]
+    widths: tuple[int, ...]  # allowed
+
+    @property
+    def block(self) -> int | None:
+        """The block that all members are in; None where there is no such block."""
+        blocks = {member.block for member in self.members}
+        return blocks.pop() if len(blocks) == 1 else None
+
+    @property
+    def parameters(self) -> int:
+        """Weights in the group."""
+        return sum(member.parameters for member in self.members)
+
+    @property
+    def switched(self) -> bool:
+        """Whether it has packed options; others can only be left alone."""
+        return self.widths != (LEAVE_ALONE,)
+
+
+@dataclass(frozen=True)
+class QuantizationPlan:
+    """Groups, the widths on offer and the grid they use.
+
+    A plan for GGUF files has no one grid: there ``group_size`` and ``symmetric`` say nothing, :meth:`scheme` does.
+    """
+
+    groups: tuple[Group, ...]
+    linears: tuple[LinearInfo, ...]  # of all groups, in the order of the model, whatever is tied
+    widths: tuple[int, ...]
+    group_size: int | None
+    symmetric: bool
+    engine: Engine
+    skipped: tuple[str, ...] = field(default=())  # linears left alone and outside the budget
+    gguf: GGUFFile | None = None
+
+    def scheme(self, info: LinearInfo, width: int) -> Scheme:
+        """How a linear is stored at a width that is not that of pruning."""
+        if width == LEAVE_ALONE:
+            return DENSE
+        if self.gguf is not None:
+            return self.gguf.scheme_of(info, width)
+        return Scheme(width, self.group_size, self.symmetric)
+
+    @property
+    def block_types(self) -> list[str]:
+        """The types of a GGUF file that there is a choice of; none for other plans."""
+        file = self.gguf
+        if file is None:
+            return []
+        pairs = {(m.in_features, w): m for group in self.groups for w in group.widths for m in group.members}
+        kinds = [file.type_of(member, width) for (_, width), member in pairs.items()]
+        return list(dict.fromkeys(kind.name for kind in kinds if kind is not None))
+
+    @property
+    def packed_widths(self) -> tuple[int, ...]:
+        """The widths that need candidates: all but the original weight and none at all."""
+        return tuple(width for width in self.widths if width not in (LEAVE_ALONE, PRUNED))
+
+    @property
+    def packed_alone(self) -> tuple[LinearInfo, ...]:
+        """The linears that have no option but packed ones: a search never reads their original weights.
+
+        The experts of a layer are one tensor, and among them only if that holds for all of them.
+        """
+        read = {
+            member.layer.index
+            for group in self.groups
+            if LEAVE_ALONE in group.widths or PRUNED in group.widths
+            for member in group.members
+            if isinstance(member, ExpertLinear)
+        }
+        return tuple(
+            member
+            for group in self.groups
+            if LEAVE_ALONE not in group.widths
+            for member in group.members
+            if not (isinstance(member, ExpertLinear) and member.layer.index in read)
+        )
+
+    @property
+    def fetched_together(self) -> list[list[LinearInfo]]:
+        """The linears whose options are needed at once: each by itself, and all experts of a layer.
+
+        Those that can only be left alone have no options to fetch.
+        """
+        found: dict[str, list[LinearInfo]] = {}
+        switched = set()
+        for group in self.groups:
+            for info in group.members:
+                owner = info.layer.experts_name if isinstance(info, ExpertLinear) else info.name
+                found.setdefault(owner, []).append(info)
+                if group.switched:
+                    switched.add(owner)
+        return [members for owner, members in found.items() if owner in switched]
+
+    @property
+    def experts(self) -> tuple[ExpertLinear, ...]:
+        """The experts' matrices among the linears."""
+        return tuple(info for info in self.linears if isinstance(info, ExpertLinear))
+
+
+def make_plan(
+    layout: Layout,
+    linears: Sequence[LinearInfo],
+    *,
+    widths: Sequence[int] | None = None,
+    group_size: int | None = 128,
+    symmetric: bool | None = None,
+    serve: str = "any",
+    locks: Sequence[str] = (),
+    skips: Sequence[str] = (),
+    ties: Sequence[str] = (),
+    experts: ExpertGroups | None = None,
+    allow_prune: bool = False,
+    protected: Mapping[int, Collection[int]] | None = None,
+    gguf: GGUFFile | None = None,
+) -> QuantizationPlan:
+    """Turn what the user asked for into groups.
+
+    Args:
+        layout: Row of the architecture table.
+        linears: All linears, the output layer last; it takes part only if a lock names it.
+        widths: Bits on offer; 16 leaves a linear as it is. None: all that the engine takes.
+        group_size: Columns that share a scale; None for one scale per row.
+        symmetric: Grid without zero points; None: what the engine needs, asymmetric otherwise.
+        serve: Name of an engine, whose rules become constraints.
+        locks: ``regex=width``: linears whose name matches, or whose role is named, keep to that width. A lock at 16
+            needs no 16 among the widths.
+        skips: Regexes or roles: matching linears are left alone and outside the budget.
+        ties: Comma-separated kinds, e.g. ``q_proj,k_proj,v_proj``, that share a width within a block.
+        experts: What shares a width among experts; None: an expert's matrices, or what the engine needs.
+        allow_prune: 0 bits is an option of every expert that is not protected.
+        protected: Sparse layer -> experts that are never pruned: at least as many as its router picks, so that
+            whatever a search does the router has its choice. None: the first ones.
+        gguf: The model's tensors in a GGUF file, for an engine that reads one.
+    """
+    engine = find_engine(serve)
+    if engine.gguf != (gguf is not None):
+        raise ValueError(f"`serve='{serve}'` {'needs' if engine.gguf else 'has no use for'} a GGUF file.")
+    if engine.gguf and symmetric is not None:
+        raise ValueError(f"`serve='{serve}'`: each block type has its own grid; leave out `symmetric`.")
+    widths = tuple(sorted(set(engine.widths if widths is None else widths)))
+    sparse = any(info.role == EXPERT_ROLE for info in linears)
+    experts = _expert_groups(engine, experts, sparse=sparse, allow_prune=allow_prune)
+    locked = _parse_locks(locks, linears, widths)
+    skipped_names = {info.name for pattern in skips for info in _matching(pattern, "skip", linears)}
+    # An engine's rules for packed experts bind only those that will be packed.
+    packed_experts = [
+        info
+        for info in linears
+        if info.role == EXPERT_ROLE
+        and info.name not in skipped_names
+        and locked.get(info.name) != LEAVE_ALONE
+    ]
+    symmetric = _grid(engine, widths, symmetric, sparse=bool(packed_experts))
+    _check_widths(engine, widths, symmetric, group_size)
+    _check_expert_rows(engine, packed_experts, group_size)
+
+    chosen: list[LinearInfo] = []
+    skipped: list[str] = []
+    for info in linears:
+        wanted = info.role != "head" or info.name in locked
+        if info.role == "head" and info.name in locked and info.tied:
+            raise ValueError(
+                f"{info.name} shares its weight with the embedding, so it cannot be quantized; drop its lock."
+            )
+        if info.name in skipped_names or not wanted:
+            skipped.append(info.name)
+        else:
+            chosen.append(info)
+    if engine.fused:
+        for names in layout.fused_sets(linears):
+            left = [name for name in names if name in skipped]
+            if left and len(left) < len(names):
+                raise ValueError(
+                    f"`serve='{engine.name}'` merges {', '.join(names)} into one matrix: skip all of them or none, "
+                    f"not {', '.join(left)} alone."
+                )
+    left_out = {i.layer.name for i in linears if isinstance(i, ExpertLinear) and i.name in set(skipped)}
+    torn = next((i for i in chosen if isinstance(i, ExpertLinear) and i.layer.name in left_out), None)
+    if torn is not None:
+        raise ValueError(
+            f"`skip` leaves out some experts of {torn.layer.name} and not others: skip all of a layer, or lock "
+            "those to leave alone at 16 bits."
+        )
+    if not chosen:
+        raise ValueError("Every linear is skipped: nothing is left to quantize.")
+    clusters = clusters_of(layout, chosen, ties, fused=engine.fused, experts=experts)
+    groups = []
+    for members in clusters:
+        allowed = {locked[m.name] for m in members if m.name in locked}
+        if len(allowed) > 1:
+            raise ValueError(
+                f"{', '.join(m.name for m in members)} share one width, but are locked to {sorted(allowed)}; "
+                "lock them alike or drop the tie."
+            )
+        prunable = allow_prune and all(_prunable(member, protected) for member in members)
+        offered = (PRUNED, *widths) if prunable else widths
+        fitting = _fitting(members, tuple(allowed) or offered, gguf)
+        if engine.experts in ("layer", "model") and fitting != (LEAVE_ALONE,):
+            _check_separable(engine, members)
+        groups.append(Group(cluster_name(members), tuple(members), fitting))
+    every = tuple(sorted({width for group in groups for width in group.widths} | set(widths)))
+    return QuantizationPlan(
+        tuple(groups), tuple(chosen), every, group_size, symmetric, engine, tuple(skipped), gguf
+    )
+
+
+def _fitting(members: Sequence[LinearInfo], widths: Sequence[int], gguf: GGUFFile | None) -> tuple[int, ...]:
+    """The widths that a GGUF file has a type for, for every member."""
+    if gguf is None:
+        return tuple(widths)
+    found = tuple(w for w in widths if all(gguf.type_of(member, w) is not None for member in members))
+    if not found:
+        info = members[0]
+        known = [str(w) for w in GGUF_WIDTHS if gguf.type_of(info, w) is not None] or ["no type under 16"]
+        raise ValueError(
+            f"{info.name} has rows of {info.in_features}, for which llama.cpp has {', '.join(known)} bits; offered "
+            f"are {', '.join(map(str, widths))}. Change `widths` (16 leaves a linear alone), or `skip` it."
+        )
+    return found
+
+
+def _check_expert_rows(engine: Engine, experts: Sequence[LinearInfo], group_size: int | None) -> None:
+    """Engines that hold a layer's experts together need one kind of scales for rows of both lengths."""
+    rows = {info.in_features for info in experts}
+    if engine.gguf or engine.experts not in ("layer", "model") or group_size is None or not rows:
+        return
+    if min(rows) < group_size < max(rows):
+        raise ValueError(
+            f"`serve='{engine.name}'` needs one scheme for all of an expert, and groups of {group_size} would be "
+            f"one scale per row for its rows of {min(rows)} but not for those of {max(rows)}: use `group_size` "
+            f"{min(rows)} or less, or 0 for one scale per row."
+        )
+
+
+def _check_separable(engine: Engine, members: Sequence[LinearInfo]) -> None:
+    torn = next(
+        (m for m in members if isinstance(m, ExpertLinear) and not m.layer.architecture.separable), None
+    )
+    if torn is not None:
+        raise ValueError(
+            f"`serve='{engine.name}'` unpacks no experts of {torn.layer.architecture.model_type}, whose "
+            "checkpoints have them stacked: leave them alone (`lock='experts=16'`), or use `serve='any'`, whose "
+            "checkpoint brings the code for them."
+        )
+
+
+def _prunable(info: LinearInfo, protected: Mapping[int, Collection[int]] | None) -> bool:
+    if not isinstance(info, ExpertLinear):
+        return False
+    layer = info.layer
+    kept = range(layer.top_k) if protected is None else protected[layer.index]
+    if len(kept) < layer.top_k:
+        raise ValueError(
+            f"{layer.name} picks {layer.top_k} experts per token, so that many must be protected; got {len(kept)}."
+        )
+    return info.expert not in kept
+
+
+def _expert_groups(
+    engine: Engine, asked: ExpertGroups | None, *, sparse: bool, allow_prune: bool
+) -> ExpertGroups:
+    """What shares a width among experts: as asked, if the engine loads that."""
+    if asked is not None and asked not in get_args(ExpertGroups):
+        raise ValueError(f"`expert_groups` takes {', '.join(get_args(ExpertGroups))}, got {asked!r}.")
+    if (asked is not None or allow_prune) and not sparse:
+        raise ValueError(
+            "The model has no experts: leave out `expert_groups`, `per_projection` and `allow_prune`."
+        )
+    # Every grouping lists those that an engine which needs it also loads.
+    coarser: dict[ExpertGroups, tuple[ExpertGroups, ...]] = {
+        "expert": get_args(ExpertGroups),
+        "projection": get_args(ExpertGroups),
+        "layer": ("layer", "model"),
+        "layer-projection": ("layer", "layer-projection", "model"),
+        "model": ("model",),
+    }
+    groups = engine.experts if asked is None else asked
+    if groups not in coarser[engine.experts]:
+        raise ValueError(
+            f"`serve='{engine.name}'` loads experts grouped by {' or '.join(coarser[engine.experts])}, not by "
+            f"{groups}."
+        )
+    if allow_prune and groups != "expert":
+        raise ValueError(
+            "`allow_prune` takes experts out one by one, so that each needs a width of its own; experts are "
+            f"grouped by {groups} here. Leave out `per_projection`, or use `serve='any'`."
+        )
+    return groups
+
+
+def _grid(engine: Engine, widths: Sequence[int], symmetric: bool | None, *, sparse: bool) -> bool:
+    packed = [w for w in widths if w != LEAVE_ALONE]
+    only_symmetric = sparse and not engine.asymmetric_experts
+    if symmetric is None:
+        return only_symmetric or any(w not in engine.asymmetric_bits for w in packed)
+    if not symmetric and only_symmetric:
+        raise ValueError(
+            f"`serve='{engine.name}'` takes no zero points in experts; leave out `symmetric=False`."
+        )
+    return symmetric
+
+
+def _check_widths(engine: Engine, widths: Sequence[int], symmetric: bool, group_size: int | None) -> None:
+    packed = [w for w in widths if w != LEAVE_ALONE]
+    if not packed or len(widths) < 2:
+        raise ValueError(f"`widths` needs at least two widths, one of them below 16, got {list(widths)}.")
+    for width in packed:
+        if not 2 <= width <= 8:
+            raise ValueError(f"A width is 2 to 8 bits, or 16 to leave a linear alone; got {width}.")
+        reason = engine.refusal(Scheme(width, group_size, symmetric))
+        if reason is not None:
+            raise ValueError(f"{reason}; change `widths`, `group_size` or `symmetric`, or `serve`.")
+
+
+def _matching(pattern: str, argument: str, linears: Sequence[LinearInfo]) -> list[LinearInfo]:
+    """The linears of a role, if the pattern is the name of one, or those whose name it is found in."""
+    if pattern in ROLES:
+        found = [info for info in linears if info.role == pattern]
+        if not found:
+            raise ValueError(f"`{argument}` {pattern!r}: the model has no linears of that role.")
+        return found
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"`{argument}` {pattern!r} is not a regular expression: {error}.") from None
+    found = [info for info in linears if compiled.search(info.name)]
+    if not found:
+        raise ValueError(
+            f"`{argument}` {pattern!r} matches no linear; names look like {linears[0].name!r}, roles are "
+            f"{', '.join(dict.fromkeys(info.role for info in linears))}."
+        )
+    return found
+
+
+def _parse_locks(
+    locks: Sequence[str], linears: Sequence[LinearInfo], widths: Sequence[int]
+) -> dict[str, int]:
+    locked: dict[str, int] = {}
+    for lock in locks:
+        pattern, separator, text = lock.rpartition("=")
+        if not separator or not text.strip().isdigit():
+            raise ValueError(f"`lock` is REGEX=WIDTH, e.g. 'lm_head=8', got {lock!r}.")
+        width = int(text)
+        if width not in (*widths, LEAVE_ALONE):
+            raise ValueError(
+                f"`lock={lock!r}` asks for {width} bits; on offer are {list(widths)}, and 16 to leave alone."
+            )
+        for info in _matching(pattern, "lock", linears):
+            locked[info.name] = width
+    return locked

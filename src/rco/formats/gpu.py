@@ -1,0 +1,128 @@
+"""Which GPU kernel serves a packed weight: the one for regular bfloat16 matrices, or the general one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rco.core.transfer import send
+from rco.formats import triton_bfloat16, triton_kernels
+from rco.formats.packing import PackedWeight
+from rco.formats.triton_kernels import DENSE, Operand
+
+__all__ = ["chosen_decoder", "decoder", "multiplier"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+Option = PackedWeight | Tensor | None
+
+
+def _takes(dtype: torch.dtype, options: Sequence[Option], shape: tuple[int, int]) -> bool:
+    """Whether the kernels take gradients (or decoded matrices) of this type and shape and these options."""
+    if dtype not in _DTYPES or not shape[0] * shape[1]:
+        return False
+    for option in options:
+        if isinstance(option, PackedWeight):
+            width = triton_kernels.segment_width(option.group_size, option.shape[1])
+            if option.scales.dtype not in _DTYPES or not width:
+                return False
+        elif option is not None and (option.dtype not in _DTYPES or not option.is_contiguous()):
+            return False
+    return True
+
+
+def decoder(weight: PackedWeight, dtype: torch.dtype) -> Callable[[Tensor], None] | None:
+    """What decodes a weight to contiguous matrices of a type; None if no kernel serves it.
+
+    Everything that is known beforehand is worked out here: most launches take the GPU less time than it takes the
+    host to look at a weight.
+    """
+    if not _takes(dtype, [weight], weight.shape):
+        return None
+    operand, group, shape = _operand(weight), weight.group_size, weight.shape
+    general = triton_kernels.decoder(operand, group, shape)
+    if not triton_bfloat16.decodes(dtype, [operand], group, shape):
+        return general
+    regular = triton_bfloat16.decoder(operand, group, shape)
+
+    def decode(out: Tensor) -> None:
+        (general if out.data_ptr() % 16 else regular)(out)
+
+    return decode
+
+
+def chosen_decoder(
+    options: Sequence[PackedWeight | Tensor], dtype: torch.dtype, shape: tuple[int, int], parts: int = 1
+) -> Callable[[Tensor, Tensor], None] | None:
+    """What decodes the option that a number on the device picks; None if no kernel serves these options.
+
+    The number is read when the kernel runs, so that what was recorded once may run again with another choice. There
+    is one for each of ``parts`` of the rows.
+    """
+    groups = {option.group_size for option in options if isinstance(option, PackedWeight)}
+    if len(groups) != 1 or not _takes(dtype, options, shape):
+        return None
+    (group,) = groups
+    operands = [_operand(o) if isinstance(o, PackedWeight) else _dense_operand(o) for o in options]
+    if not (
+        triton_bfloat16.decodes(dtype, operands, group, shape) and triton_bfloat16.decodes_parts(shape, parts)
+    ):
+        return None
+    return triton_bfloat16.chosen_decoder(operands, group, shape, parts)
+
+
+def multiplier(
+    options: Sequence[Option], parts: int, dtype: torch.dtype, shape: tuple[int, int], device: torch.device
+) -> Callable[[Tensor], Tensor] | None:
+    """What meets all options with contiguous gradients of a type and a shape; None if no kernel serves them.
+
+    It gives products in float64: (K,), or (K, parts) with one per part of the rows; zero for options that are None.
+    """
+    if not _takes(dtype, options, shape):
+        return None
+    groups = [option.group_size for option in options if isinstance(option, PackedWeight)]
+    by_group: dict[int, list[tuple[int, Operand]]] = {}
+    for index, option in enumerate(options):
+        if isinstance(option, PackedWeight):
+            by_group.setdefault(option.group_size, []).append((index, _operand(option)))
+        elif option is not None:
+            # A dense option has no groups: it goes along with the first packed one.
+            group = groups[0] if groups else shape[1]
+            by_group.setdefault(group, []).append((index, _dense_operand(option)))
+    launches, places = [], []
+    for group, members in by_group.items():
+        operands = [operand for _, operand in members]
+        launch = triton_kernels.multiplier(operands, group, shape, parts, device)
+        if triton_bfloat16.multiplies(dtype, operands, group, shape):
+            launch = _aligned(triton_bfloat16.multiplier(operands, group, shape, parts, device), launch)
+        launches.append(launch)
+        places += [index for index, _ in members]
+    if len(launches) == 1 and places == list(range(len(options))):
+        return launches[0]
+    where = send(torch.tensor(places, dtype=torch.int64), device)
+    size = (len(options),) if parts == 1 else (len(options), parts)
+
+    def multiply(gradient: Tensor) -> Tensor:
+        total = torch.zeros(size, dtype=torch.float64, device=device)
+        if launches:
+            total.index_copy_(0, where, torch.cat([launch(gradient) for launch in launches]))
+        return total
+
+    return multiply
+
+
+def _aligned(
+    regular: Callable[[Tensor], Tensor], general: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    return lambda gradient: (general if gradient.data_ptr() % 16 else regular)(gradient)
+
+
+def _operand(weight: PackedWeight) -> Operand:
+    return Operand(weight.packed, weight.scales, weight.zeros, weight.bits)
+
+
+def _dense_operand(weight: Tensor) -> Operand:
+    dense = weight.detach()
+    return Operand(dense, dense, None, DENSE)

@@ -1,0 +1,146 @@
+"""Matrices of one shape and scheme below each other in one packed weight: the experts of a layer.
+
+What is done to a whole stack takes one pass per option, however many matrices it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rco.core.transfer import send
+from rco.formats import cpu_kernels
+from rco.formats.compiled import joined_rows, on_compiled_path
+from rco.formats.packing import PackedWeight
+from rco.formats.row_threads import over_rows
+
+__all__ = ["ChosenSegments", "by_option", "decode_segments", "stack_rows"]
+
+
+def stack_rows(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """Matrices of one scheme and row length as one, the rows of the first on top."""
+    first = weights[0]
+    if len({(w.bits, w.group_size, w.shape[1], w.zeros is None) for w in weights}) > 1:
+        raise ValueError("Only weights of one width, group size and row length can be stacked.")
+    zeros = None if first.zeros is None else torch.cat([w.zeros for w in weights if w.zeros is not None])
+    return replace(
+        first,
+        packed=torch.cat([w.packed for w in weights]),
+        scales=torch.cat([w.scales for w in weights]),
+        zeros=zeros,
+        shape=(sum(w.shape[0] for w in weights), first.shape[1]),
+    )
+
+
+class ChosenSegments:
+    """Which option every matrix of a stack takes, sorted out once for all passes that decode it.
+
+    Args:
+        choices: (segments,) option of every matrix.
+        order: :func:`by_option` of the choices.
+        places: The same where the stack is.
+
+    Attributes:
+        order: (segments,) matrices in the order of their options.
+        places: The same where the stack is.
+        runs: (option, start, stop) of each option that is chosen, in that order.
+    """
+
+    def __init__(self, choices: NDArray[np.int64], order: NDArray[np.int64], places: Tensor) -> None:
+        self.order, self.places = order, places
+        counts = np.bincount(choices)
+        ends = np.cumsum(counts)
+        self.runs = [(k, int(ends[k] - counts[k]), int(ends[k])) for k in np.flatnonzero(counts).tolist()]
+
+    @classmethod
+    def sent(cls, choices: NDArray[np.int64], device: torch.device) -> ChosenSegments:
+        """The choices for a stack on a device."""
+        order = by_option(choices)
+        return cls(choices, order, send(torch.from_numpy(order), device))
+
+    @property
+    def options(self) -> list[int]:
+        """Those that at least one matrix takes."""
+        return [k for k, _, _ in self.runs]
+
+
+def by_option(choices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Segments in the order of the options (segments,) chosen for them."""
+    return np.argsort(choices, kind="stable")
+
+
+def decode_segments(
+    options: Sequence[PackedWeight | Tensor], choices: NDArray[np.int64] | ChosenSegments, out: Tensor
+) -> Tensor:
+    """Decode a stack of matrices, each at the option chosen for it; one pass per option, not per matrix.
+
+    Args:
+        options: K versions of the same stack, (segments x rows, in), packed or dense.
+        choices: (segments,) option of every matrix of the stack.
+        out: (segments x rows, in), contiguous; written to.
+    """
+    chosen = choices if isinstance(choices, ChosenSegments) else ChosenSegments.sent(choices, out.device)
+    segments = len(chosen.order)
+    rows = out.shape[0] // segments
+    direct = on_compiled_path(out) and out.dtype in (torch.float32, torch.float64)
+    weights: list[PackedWeight] = []
+    parts: list[NDArray[np.int64]] = []
+    for k, start, stop in chosen.runs:
+        option = options[k]
+        if direct and isinstance(option, PackedWeight):
+            weights.append(option)
+            parts.append(chosen.order[start:stop])
+            continue
+        target, there = out.view(segments, rows, -1), chosen.places[start:stop]
+        if isinstance(option, Tensor):
+            target[there] = option.view(segments, rows, -1)[there].to(out.dtype)
+        elif stop - start == segments:
+            option.dequantize(out=out)
+        else:
+            taken = _segments_of(option, there, segments)
+            target[there] = taken.dequantize(out.dtype).view(stop - start, rows, -1)
+    _decode_chosen(weights, parts, rows, out)
+    return out
+
+
+def _segments_of(weight: PackedWeight, places: Tensor, segments: int) -> PackedWeight:
+    def pick(part: Tensor) -> Tensor:
+        return part.view(segments, -1, part.shape[1])[places].flatten(0, 1)
+
+    zeros = None if weight.zeros is None else pick(weight.zeros)
+    packed = pick(weight.packed)
+    return replace(
+        weight,
+        packed=packed,
+        scales=pick(weight.scales),
+        zeros=zeros,
+        shape=(packed.shape[0], weight.shape[1]),
+    )
+
+
+def _decode_chosen(
+    weights: Sequence[PackedWeight], chosen: Sequence[NDArray[np.int64]], rows: int, out: Tensor
+) -> None:
+    """Decode the chosen segments of every weight to their own places, as one job: threads start once for all."""
+    if not weights:
+        return
+    together = joined_rows([weight.operands for weight in weights], rows)
+    grids, height = [weight.operands.joined(together) for weight in weights], rows // together
+    wanted = (np.concatenate(chosen)[:, None] * height + np.arange(height)).reshape(-1)
+    stops = np.cumsum([len(each) * height for each in chosen]).tolist()
+    values = out.detach().view(out.shape[0] // together, -1).numpy()
+
+    def task(a: int, b: int) -> None:
+        for grid, start, stop in zip(grids, [0, *stops], stops, strict=False):
+            if start < b and a < stop:
+                cpu_kernels.decode_float_at(
+                    grid.stream, grid.bits, grid.scales, grid.zeros, grid.group_size, grid.rounding,
+                    wanted[max(a, start) : min(b, stop)], values,
+                )  # fmt: skip
+
+    over_rows(len(wanted), values.shape[1], task)

@@ -1,0 +1,257 @@
+"""Options that live in host memory and come to the GPU when a layer needs them, a little ahead of time.
+
+A search asks for the same options in the same order in every sample: the chosen one of each layer in the forward
+pass, all of each layer in the backward pass (of experts, each of which has its own choice, all in both).
+:class:`OptionStream` remembers that order and copies what comes next on a stream of its own while the present layer
+computes. Device memory is a few buffers, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rco.formats.packing import PackedWeight
+
+__all__ = ["STREAM_SLOTS", "OptionStream", "StreamedOptions", "pinned", "pinned_together"]
+
+Option = PackedWeight | Tensor
+
+_ALIGNMENT = 256
+_AHEAD = 2  # requests in flight beside the present one
+STREAM_SLOTS = _AHEAD + 2  # buffers on the device
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A layer's option, or all of them (None)."""
+
+    layer: int
+    option: int | None
+
+
+class OptionStream:
+    """Brings the packed options of a model's layers to a device, one request ahead of the next.
+
+    Args:
+        device: Where the options are needed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._layers: list[StreamedOptions] = []
+        self._order: list[tuple[int, bool]] = []  # layer and whether all options were asked for, as last seen
+        self._position = 0
+        self._latest: _Request | None = None  # what was fetched last, and is still there
+        self._copies: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._slots: list[Tensor | None] = [None] * STREAM_SLOTS
+        self._arrived: dict[int, tuple[_Request, torch.cuda.Event]] = {}  # by position
+        self._left: dict[int, torch.cuda.Event] = {}  # by position: when its slot was last read
+
+    def add(self, options: Sequence[Option]) -> StreamedOptions:
+        """Move a layer's packed options to pinned host memory; dense ones stay as they are."""
+        streamed = StreamedOptions(self, len(self._layers), options)
+        self._layers.append(streamed)
+        return streamed
+
+    def restart(self) -> None:
+        """Begin a pass; to be called when other options have been chosen, so that the first are under way."""
+        # What was fetched for positions that were never reached belongs to the previous choices.
+        self._position, self._latest = 0, None
+        self._arrived.clear()
+        if self._order:
+            self._leave(-1)
+            for position in range(min(_AHEAD, len(self._order))):
+                self._prefetch(position)
+
+    def fetch(self, layer: int, option: int | None) -> list[PackedWeight | None]:
+        """The packed options asked for, for what is launched on the device before the next request; others None."""
+        position, request = self._position, _Request(layer, option)
+        if request == self._latest:
+            return self._layers[layer].views(self._slot(position - 1), option)
+        self._position, self._latest = position + 1, request
+        self._leave(position - 1)
+        if self._arrived.get(position, (None,))[0] != request:
+            self._copy(position, request)
+        seen = (layer, option is None)
+        if position < len(self._order) and self._order[position] != seen:
+            del self._order[position:]  # another kind of pass: learn it anew from here
+        if position == len(self._order):
+            self._order.append(seen)
+        for ahead in range(position + 1, min(position + 1 + _AHEAD, len(self._order))):
+            self._prefetch(ahead)
+        torch.cuda.current_stream(self.device).wait_event(self._arrived[position][1])
+        return self._layers[layer].views(self._slot(position), option)
+
+    def _leave(self, position: int) -> None:
+        """Note that everything launched so far, up to the use of a position's slot, precedes what comes."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        self._left[position] = event
+
+    def _prefetch(self, position: int) -> None:
+        layer, everything = self._order[position]
+        choice = None if everything else self._layers[layer].choice
+        if not everything and (choice is None or not self._layers[layer].streams(choice)):
+            return
+        request = _Request(layer, choice)
+        if position not in self._arrived or self._arrived[position][0] != request:
+            self._copy(position, request)
+
+    def _copy(self, position: int, request: _Request) -> None:
+        source = self._layers[request.layer]
+        # The slot was last read by the request STREAM_SLOTS before, or in the pass before this one.
+        free = self._left.get(position - STREAM_SLOTS if position >= STREAM_SLOTS else -1)
+        if free is not None:
+            self._copies.wait_event(free)
+        target = self._slot(position)
+        with torch.cuda.stream(self._copies):
+            start, stop = source.span(request.option)
+            target[start:stop].copy_(source.host[start:stop], non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._copies)
+        self._arrived[position] = (request, event)
+        for old in [p for p in self._arrived if p < position - STREAM_SLOTS]:
+            del self._arrived[old]
+        for old in [p for p in self._left if 0 <= p < position - 2 * STREAM_SLOTS]:
+            del self._left[old]
+
+    def _slot(self, position: int) -> Tensor:
+        index = position % STREAM_SLOTS
+        size = max(layer.host.nbytes for layer in self._layers)
+        slot = self._slots[index]
+        if slot is None or slot.numel() < size:
+            slot = self._slots[index] = torch.empty(size, dtype=torch.uint8, device=self.device)
+            # The memory may have been another tensor's, which launched kernels still read.
+            self._copies.wait_stream(torch.cuda.current_stream(self.device))
+            slot.record_stream(self._copies)
+        return slot
+
+
+class StreamedOptions(Sequence[Option]):
+    """The options of one layer, fetched when they are indexed.
+
+    Attributes:
+        host: All packed options in one pinned buffer.
+        choice: The option that the next forward pass will ask for, if it is known.
+    """
+
+    def __init__(self, stream: OptionStream, index: int, options: Sequence[Option]) -> None:
+        self._stream, self._index = stream, index
+        self.choice: int | None = None
+        packed = [option for option in options if isinstance(option, PackedWeight)]
+        together = iter(packed if _together(packed) else pinned(packed))
+        self._options = [option if isinstance(option, Tensor) else next(together) for option in options]
+        parts = [
+            part for option in self._options if isinstance(option, PackedWeight) for part in _parts(option)
+        ]
+        if not parts:
+            raise ValueError(
+                "There is no packed option to stream; a layer of dense options stays on the device."
+            )
+        self.host = torch.empty(0, dtype=torch.uint8).set_(parts[0].untyped_storage())
+
+    def __len__(self) -> int:
+        return len(self._options)
+
+    def __getitem__(self, index: int) -> Option:  # type: ignore[override]
+        option = self._options[index]
+        if isinstance(option, Tensor):
+            return option
+        fetched = self._stream.fetch(self._index, index)[index]
+        assert fetched is not None
+        return fetched
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of the layer."""
+        rows, columns = self._options[0].shape
+        return rows, columns
+
+    @property
+    def device(self) -> torch.device:
+        """Where options are used."""
+        return self._stream.device
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed options."""
+        return sum(option.nbytes for option in self._options if isinstance(option, PackedWeight))
+
+    def all(self) -> list[Option]:
+        """Every option on the device."""
+        fetched = self._stream.fetch(self._index, None)
+        return [
+            option if isinstance(option, Tensor) else view  # type: ignore[misc]
+            for option, view in zip(self._options, fetched, strict=True)
+        ]
+
+    def streams(self, option: int) -> bool:
+        """Whether an option is packed, and so in host memory."""
+        return isinstance(self._options[option], PackedWeight)
+
+    def span(self, option: int | None) -> tuple[int, int]:
+        """Bytes of the host buffer that a request needs."""
+        if option is None:
+            return 0, self.host.nbytes
+        weight = self._options[option]
+        assert isinstance(weight, PackedWeight)
+        places = [(_place(part), part.nbytes) for part in _parts(weight)]
+        return min(at for at, _ in places), max(at + size for at, size in places)
+
+    def views(self, slot: Tensor, option: int | None) -> list[PackedWeight | None]:
+        """The fetched options as packed weights over a device buffer."""
+        return [
+            None if isinstance(weight, Tensor) or option not in (None, index) else _over(weight, slot)
+            for index, weight in enumerate(self._options)
+        ]
+
+
+def pinned(options: Sequence[PackedWeight]) -> list[PackedWeight]:
+    """The same weights, their parts side by side in one buffer of pinned host memory."""
+    sizes = [-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for option in options for part in _parts(option)]
+    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    place, moved = 0, []
+    for option in options:
+        copies = []
+        for part in _parts(option):
+            copy = host[place : place + part.nbytes].view(part.dtype).view(part.shape)
+            copies.append(copy.copy_(part))
+            place += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+        zeros = copies[2] if option.zeros is not None else None
+        moved.append(replace(option, packed=copies[0], scales=copies[1], zeros=zeros))
+    return moved
+
+
+def pinned_together(
+    options: Mapping[str, Mapping[str, PackedWeight]],
+) -> dict[str, dict[str, PackedWeight]]:
+    """The same by the names of weights and options, all in one buffer: what a layer fetches at once."""
+    moved = iter(pinned([option for listed in options.values() for option in listed.values()]))
+    return {name: {label: next(moved) for label in listed} for name, listed in options.items()}
+
+
+def _parts(weight: PackedWeight) -> list[Tensor]:
+    return [part for part in (weight.packed, weight.scales, weight.zeros) if part is not None]
+
+
+def _together(options: Sequence[PackedWeight]) -> bool:
+    parts = [part for option in options for part in _parts(option)]
+    homes = {part.untyped_storage().data_ptr() for part in parts}
+    return len(homes) == 1 and (parts[0].is_pinned() or not torch.cuda.is_available())
+
+
+def _place(part: Tensor) -> int:
+    return int(part.storage_offset()) * part.element_size()
+
+
+def _over(weight: PackedWeight, slot: Tensor) -> PackedWeight:
+    views = [
+        slot[_place(part) : _place(part) + part.nbytes].view(part.dtype).view(part.shape)
+        for part in _parts(weight)
+    ]
+    zeros = views[2] if weight.zeros is not None else None
+    return replace(weight, packed=views[0], scales=views[1], zeros=zeros)

@@ -1,0 +1,431 @@
+"""A linear layer that can be any one of K compressed versions of itself, with a gradient for every option.
+
+With gates ``g`` (one per option) the layer computes ``y = x @ (sum_k g_k W_k).T + b``. At a one-hot ``g`` the
+forward pass needs the chosen ``W`` alone, and the derivative with respect to ``g_k`` is ``<G, W_k>`` where
+``G`` is the gradient of the effective weight: one matrix, formed once, meets all K options in their packed
+form. So nothing dense is kept per option, and nothing dense at all outlives the layer's forward or backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from rco.formats.packing import OptionProducts, PackedWeight, on_triton_path
+from rco.formats.streaming import OptionStream, StreamedOptions
+
+__all__ = [
+    "LayerOptions",
+    "Selection",
+    "SwitchableLinear",
+    "WeightBuffer",
+    "switchable_linear",
+    "switchable_weight",
+]
+
+Option = PackedWeight | Tensor
+
+
+class WeightBuffer:
+    """Memory for one dense weight at a time, handed from layer to layer.
+
+    Whoever asks for a weight overwrites the previous one: a returned tensor is valid until the next request.
+    The layers of one model may share a buffer because they run one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
+        self._views: dict[tuple[tuple[int, int], torch.dtype, torch.device, int], Tensor] = {}
+
+    def take(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, slot: int = 0) -> Tensor:
+        """An uninitialised (out, in) matrix; different slots are different memory."""
+        view = self._views.get((shape, dtype, device, slot))
+        if view is not None:
+            return view
+        elements, key = shape[0] * shape[1], (device, dtype, slot)
+        flat = self._flat.get(key)
+        if flat is None or flat.numel() < elements:
+            # Freed before the larger one is made, so that the two never coexist.
+            self._views.clear()
+            self._flat.pop(key, None)
+            del flat
+            flat = self._flat[key] = torch.empty(elements, dtype=dtype, device=device)
+        view = self._views[shape, dtype, device, slot] = flat[:elements].view(shape)
+        return view
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held at present."""
+        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._views.clear()
+        self._flat.clear()
+
+
+class LayerOptions:
+    """A layer's options, and what is worked out about them once.
+
+    Args:
+        options: K weights of one shape.
+        parts: Matrices below each other in every one of them, each with a choice and products of its own.
+    """
+
+    def __init__(self, options: Sequence[Option], parts: int = 1) -> None:
+        self.listed, self.parts = options, parts
+        self.streamed = options if isinstance(options, StreamedOptions) else None
+        first = options[0] if self.streamed is None else self.streamed
+        rows, columns = first.shape
+        self.shape, self.device = (rows, columns), first.device
+        self._products: dict[tuple[bool, ...] | None, OptionProducts] = {}
+        self._chosen: dict[torch.dtype, Callable[[Tensor, Tensor], None] | None] = {}
+
+    def products(self, active: tuple[bool, ...] | None) -> OptionProducts:
+        """Inner products with the active options."""
+        if self.streamed is not None:  # elsewhere every time
+            return OptionProducts(_only(self.streamed.all(), active), self.parts)
+        found = self._products.get(active)
+        if found is None:
+            found = self._products[active] = OptionProducts(_only(self.listed, active), self.parts)
+        return found
+
+    def chosen_decoder(self, dtype: torch.dtype) -> Callable[[Tensor, Tensor], None] | None:
+        """What decodes the option that a number on the device picks for every part; None where nothing does."""
+        if dtype not in self._chosen:
+            self._chosen[dtype] = None
+            first = self.listed[0] if self.streamed is None else None
+            if first is not None and on_triton_path(first if isinstance(first, Tensor) else first.packed):
+                from rco.formats import gpu
+
+                self._chosen[dtype] = gpu.chosen_decoder(self.listed, dtype, self.shape, self.parts)
+        return self._chosen[dtype]
+
+
+def _only(options: Sequence[Option], active: tuple[bool, ...] | None) -> Sequence[Option | None]:
+    if active is None:
+        return options
+    return [option if wanted else None for option, wanted in zip(options, active, strict=True)]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which option a switchable layer uses.
+
+    Args:
+        choice: Index of the option whose gate is one. None asks for the dense mixture ``sum_k gate_k W_k``.
+        gate: (K,) gates, needed for a mixture or for a gradient.
+        active: Options to compute a gate gradient for; the others get exactly zero. None: all of them.
+        place: () the choice as a number on the layer's device, which is then read there instead: what is launched
+            with it may be launched again with another.
+    """
+
+    choice: int | None
+    gate: Tensor | None = None
+    active: tuple[bool, ...] | None = None
+    place: Tensor | None = None
+
+
+def switchable_linear(
+    x: Tensor,
+    options: Sequence[Option],
+    selection: Selection,
+    bias: Tensor | None = None,
+    buffer: WeightBuffer | None = None,
+) -> Tensor:
+    """``x @ W.T + bias`` with the selected weight; differentiable in ``x``, the gates and the bias.
+
+    Args:
+        x: (..., in).
+        options: K weights of shape (out, in), packed or dense.
+        selection: The choice and its gates.
+        bias: (out,) or None.
+        buffer: Memory for the dense weight; None allocates it for this call.
+    """
+    _check(options, selection)
+    return _linear(
+        x, LayerOptions(options), selection, bias, buffer if buffer is not None else WeightBuffer()
+    )
+
+
+def _linear(
+    x: Tensor, options: LayerOptions, selection: Selection, bias: Tensor | None, buffer: WeightBuffer
+) -> Tensor:
+    gate = selection.gate
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or (gate is not None and gate.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    ):
+        y: Tensor = _SwitchableLinear.apply(x, gate, bias, options, selection, buffer)  # type: ignore[no-untyped-call]
+        return y
+    with torch.no_grad():
+        return F.linear(x, _dense(options, selection, x.dtype, x.device, buffer), bias)
+
+
+def switchable_weight(options: Sequence[Option], selection: Selection, dtype: torch.dtype) -> Tensor:
+    """The selected weight itself, dense (an alias where that option is dense); differentiable in the gates.
+
+    For layers that are not applied to an input here, such as an output layer handed to a chunked loss.
+    """
+    _check(options, selection)
+    return _weight(LayerOptions(options), selection, dtype)
+
+
+def _weight(options: LayerOptions, selection: Selection, dtype: torch.dtype) -> Tensor:
+    if selection.gate is not None and selection.gate.requires_grad and torch.is_grad_enabled():
+        weight: Tensor = _SwitchableWeight.apply(selection.gate, options, selection, dtype)  # type: ignore[no-untyped-call]
+        return weight
+    return _fresh(options, selection, dtype)
+
+
+class SwitchableLinear(nn.Module):
+    """Stands in for a linear layer and applies one of its compressed options.
+
+    Options are not parameters: the state dict is empty, and the original weight is referred to, not copied.
+    ``noise`` (out, in) is added to whichever option is selected, for those who ask what a disturbance does.
+
+    Args:
+        options: K packed weights of shape (out, in); None stands for the original weight.
+        original: The layer's own weight: (out, in), or (in, out) if ``transposed``.
+        bias: The layer's own bias.
+        transposed: Whether the original layer computes ``x @ W`` (as ``Conv1D`` in GPT-2).
+        buffer: Memory for one dense weight, usually shared by all layers of a model.
+        stream: Keeps the packed options in host memory and brings them to the GPU when they are needed.
+    """
+
+    def __init__(
+        self,
+        options: Sequence[PackedWeight | None],
+        original: Tensor,
+        bias: Tensor | None = None,
+        *,
+        transposed: bool = False,
+        buffer: WeightBuffer | None = None,
+        stream: OptionStream | None = None,
+    ) -> None:
+        super().__init__()
+        dense = original.detach()
+        dense = dense.t() if transposed else dense
+        if not options:
+            raise ValueError("A switchable linear needs at least one option.")
+        for index, option in enumerate(options):
+            if option is not None and tuple(option.shape) != tuple(dense.shape):
+                hint = " (the transpose of the stored weight)" if transposed else ""
+                raise ValueError(
+                    f"Option {index} has shape {tuple(option.shape)}, "
+                    f"the layer needs {tuple(dense.shape)}{hint}."
+                )
+        self.out_features, self.in_features = dense.shape
+        listed = [dense if option is None else option for option in options]
+        self.options: Sequence[Option] = listed if stream is None else stream.add(listed)
+        self._known = LayerOptions(self.options)
+        self.transposed = transposed
+        self.buffer = buffer if buffer is not None else WeightBuffer()
+        self.selection = Selection(0)
+        self.noise: Tensor | None = None
+        self._dtype = dense.dtype
+        # In a tuple, so that a bias that is a parameter is not registered here a second time.
+        self._bias = (bias,)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The original layer's bias."""
+        return self._bias[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """The selected weight, dense: for code that reads an output layer rather than calling it."""
+        return self.selected_weight(self._dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the options are used."""
+        return self._known.device
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed options; the original weight is not counted."""
+        if isinstance(self.options, StreamedOptions):
+            return self.options.packed_bytes
+        return sum(option.nbytes for option in self.options if not isinstance(option, Tensor))
+
+    def follows_places(self, dtype: torch.dtype) -> bool:
+        """Whether it can read its choice where it is, and so be recorded, computing in a type."""
+        return self.noise is None and self._known.chosen_decoder(dtype) is not None
+
+    def select(
+        self,
+        choice: int | None,
+        gate: Tensor | None = None,
+        active: Sequence[bool] | None = None,
+        place: Tensor | None = None,
+    ) -> None:
+        """Use option ``choice`` from now on (None: the mixture of all options that ``gate`` weighs).
+
+        ``choice`` is the index of the gate that is one. It is passed as a number because reading it off the
+        gate would make the host wait for the device. A ``gate`` that requires grad receives ``<G, W_k>``.
+        ``place`` is the same number where the layer is, for launches that are recorded.
+        """
+        selection = Selection(choice, gate, None if active is None else tuple(map(bool, active)), place)
+        _check(self.options, selection)
+        self.selection = selection
+        if isinstance(self.options, StreamedOptions):
+            self.options.choice = choice
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the selected option."""
+        y = _linear(x, self._known, self.selection, self._bias[0], self.buffer)
+        return y if self.noise is None else y + F.linear(x, self.noise.to(x.dtype))
+
+    def selected_weight(self, dtype: torch.dtype) -> Tensor:
+        """The selected option as a dense (out, in) matrix of its own, differentiable in the gate."""
+        weight = _weight(self._known, self.selection, dtype)
+        return weight if self.noise is None else weight + self.noise.to(dtype)
+
+    def extra_repr(self) -> str:
+        """Shapes and the current choice, for ``print(model)``."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, options={len(self.options)}, choice={self.selection.choice}"
+        )
+
+
+class _SwitchableLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor | None,
+        bias: Tensor | None,
+        options: LayerOptions,
+        selection: Selection,
+        buffer: WeightBuffer,
+    ) -> Tensor:
+        ctx.options, ctx.selection, ctx.buffer = options, selection, buffer
+        # The input is needed for G alone, the gates' values for a mixture alone.
+        ctx.save_for_backward(
+            x if ctx.needs_input_grad[1] else None, gate if selection.choice is None else None
+        )
+        return F.linear(x, _dense(options, selection, x.dtype, x.device, buffer), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, _ = ctx.saved_tensors  # also sees to it that the gates of a mixture are what they were
+        options, selection = ctx.options, ctx.selection
+        wants_x, wants_gate, wants_bias, *_ = ctx.needs_input_grad
+        grad_x = grad_gate = grad_bias = None
+        rows = grad_y.reshape(-1, grad_y.shape[-1])
+        if wants_x:
+            weight = _dense(options, selection, rows.dtype, rows.device, ctx.buffer)
+            grad_x = (rows @ weight).view(*grad_y.shape[:-1], options.shape[1])
+        if wants_gate:
+            if selection.active is not None and not any(selection.active):
+                grad_gate = torch.zeros_like(selection.gate)
+            else:
+                grad_gate = _gate_gradient(_outer(rows, x.reshape(-1, x.shape[-1])), options, selection)
+        if wants_bias:
+            grad_bias = rows.sum(0)
+        return grad_x, grad_gate, grad_bias, None, None, None
+
+
+class _SwitchableWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Tensor, options: LayerOptions, selection: Selection, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.options, ctx.selection = options, selection
+        return _fresh(options, selection, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_weight: Tensor) -> tuple[Tensor | None, ...]:
+        if grad_weight.dtype in (torch.bfloat16, torch.float16):
+            grad_weight = grad_weight.float()
+        return _gate_gradient(grad_weight, ctx.options, ctx.selection), None, None, None
+
+
+def _gate_gradient(weight_gradient: Tensor, options: LayerOptions, selection: Selection) -> Tensor:
+    assert selection.gate is not None
+    products = options.products(selection.active)(weight_gradient)
+    return products.to(device=selection.gate.device, dtype=selection.gate.dtype)
+
+
+def _outer(grad_y: Tensor, x: Tensor) -> Tensor:
+    """``grad_y.T @ x``, accumulated in float32 at least.
+
+    On a GPU a bfloat16 gradient is returned as such, as in training: what its rounding adds to ``<G, W_k - W_j>``
+    is 0.1 % of that difference's own spread, and in float32 it would take twice the memory traffic.
+    """
+    if x.dtype not in (torch.bfloat16, torch.float16) or (x.is_cuda and x.dtype == torch.bfloat16):
+        return grad_y.t() @ x
+    if x.is_cuda:  # float16 has too little range for gradients
+        return torch.mm(grad_y.t(), x, out_dtype=torch.float32)
+    return grad_y.float().t() @ x.float()
+
+
+def _dense(
+    options: LayerOptions,
+    selection: Selection,
+    dtype: torch.dtype,
+    device: torch.device,
+    buffer: WeightBuffer,
+) -> Tensor:
+    """The selected weight as a dense matrix; valid until the buffer is used again."""
+    if selection.place is not None:
+        decode = options.chosen_decoder(dtype)
+        if decode is None:
+            raise ValueError(
+                f"No kernel decodes these options of shape {options.shape} to {dtype} by a choice on {device}; "
+                "select them by the choice alone."
+            )
+        out = buffer.take(options.shape, dtype, device)
+        decode(selection.place, out)
+        return out
+    if selection.choice is not None:
+        option = options.listed[selection.choice]
+        if isinstance(option, Tensor) and option.dtype == dtype:
+            return option
+        return _fill(option, buffer.take(options.shape, dtype, device))
+    gate = selection.gate
+    assert gate is not None
+    mixture = buffer.take(options.shape, dtype, device).zero_()
+    term = buffer.take(options.shape, dtype, device, slot=1)
+    for option, weight in zip(
+        options.listed, gate.detach().to(device=device, dtype=dtype).unbind(), strict=True
+    ):
+        mixture.add_(_fill(option, term).mul_(weight))
+    return mixture
+
+
+def _fresh(options: LayerOptions, selection: Selection, dtype: torch.dtype) -> Tensor:
+    with torch.no_grad():
+        weight = _dense(options, selection, dtype, options.device, WeightBuffer())
+        # An alias: autograd must not mark the original weight as a result of its own.
+        return weight.detach()
+
+
+def _fill(option: Option, out: Tensor) -> Tensor:
+    if isinstance(option, Tensor):
+        return out.copy_(option)
+    option.decode(out)
+    return out
+
+
+def _check(options: Sequence[Option], selection: Selection) -> None:
+    count, choice, gate, active = len(options), selection.choice, selection.gate, selection.active
+    if choice is None and gate is None:
+        raise ValueError("A mixture (choice=None) needs gates; pass gate, or an option's index as choice.")
+    if choice is not None and not 0 <= choice < count:
+        raise ValueError(f"choice must be an option's index in 0..{count - 1}, got {choice}.")
+    if gate is not None and tuple(gate.shape) != (count,):
+        raise ValueError(f"gate must have shape ({count},), one entry per option; got {tuple(gate.shape)}.")
+    if active is not None and len(active) != count:
+        raise ValueError(f"active must have {count} entries, one per option; got {len(active)}.")

@@ -1,0 +1,232 @@
+"""GPU kernels on packed weights: decode one option into a buffer, and meet all options with a gradient at once.
+
+Both walk a matrix in segments: runs of consecutive columns of one row that share a scale. Codes are taken four at
+a time (a *quad*): four codes of up to eight bits lie in two neighbouring words at most, so a thread loads one or
+two words where single codes would take one or two each. Bfloat16 matrices of regular shape, which is what a
+search meets, have kernels of their own in :mod:`rco.formats.triton_bfloat16`; those here take all others.
+
+Every option's value is rounded to the type its scales are stored in, as a checkpoint decodes it; products with the
+gradient are summed in float32 within a program, and over programs in float64, in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rco.formats.launching import launching_at
+
+__all__ = [
+    "DENSE",
+    "Operand",
+    "decoder",
+    "multiplier",
+    "multiprocessors",
+    "over_programs",
+    "partial_sums",
+    "segment_width",
+]
+
+DENSE = 16
+"""The width of an operand that is not packed."""
+
+_WIDEST_SEGMENT = 128
+_ELEMENTS = 1024  # of one step of a program
+_WARPS = 4
+_PROGRAMS_PER_CORE = 8
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One option as the kernels take it.
+
+    Attributes:
+        codes: Packed codes, int32 (rows, words); the matrix itself if ``bits`` is :data:`DENSE`.
+        scales: (rows, groups); unused for a dense operand.
+        zeros: Uint8 (rows, groups), or None for a symmetric grid.
+        bits: Width of a code.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+
+
+def segment_width(group: int, cols: int) -> int:
+    """Columns of a segment: the largest power of two, up to 128, that divides a group; 0 if quads do not fit.
+
+    A group that spans the whole row needs no dividing: all its segments use the same scale.
+    """
+    if group >= cols:
+        return _WIDEST_SEGMENT
+    width = group & -group
+    return 0 if width < 4 else min(width, _WIDEST_SEGMENT)
+
+
+@triton.jit
+def _quads(codes, row, column, cols, BITS: tl.constexpr):
+    """Four codes from ``column`` on, in the low bits of a word."""
+    words = (cols * BITS + 31) // 32
+    bit = column * BITS
+    word = bit >> 5
+    offset = (bit & 31).to(tl.uint32)
+    place = codes + row.to(tl.int64) * words + word
+    low = tl.load(place, mask=column < cols, other=0).to(tl.uint32, bitcast=True)
+    quads = low >> offset
+    if 32 % (4 * BITS) != 0:
+        reaches = (offset + 4 * BITS > 32) & (word + 1 < words)
+        high = tl.load(place + 1, mask=reaches & (column < cols), other=0).to(tl.uint32, bitcast=True)
+        # In two steps, because a shift by 32 is not defined.
+        quads |= (high << 1) << (31 - offset)
+    return quads
+
+
+@triton.jit
+def _values(
+    codes, scales, zeros, row, segment, quad, lane, cols, group,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """Decoded values of (segments, quads, 4), float32."""
+    start = segment * SEGMENT
+    if BITS == 16:
+        column = (start + 4 * quad)[:, :, None] + lane
+        place = row.to(tl.int64)[:, :, None] * cols + column
+        value = tl.load(codes + place, mask=column < cols, other=0.0).to(tl.float32)
+    else:
+        quads = _quads(codes, row, start + 4 * quad, cols, BITS)
+        groups = (cols + group - 1) // group
+        place = row.to(tl.int64) * groups + start // group
+        live = start < cols
+        scale = tl.load(scales + place, mask=live, other=0.0)
+        if SYMMETRIC:
+            zero = tl.full(scale.shape, 1 << (BITS - 1), tl.float32)
+        else:
+            zero = tl.load(zeros + place, mask=live, other=0).to(tl.float32)
+        code = (quads[:, :, None] >> (lane * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
+        # The bits of 2^23 + code: cheaper than a conversion, and exact.
+        step = (code | 0x4B000000).to(tl.float32, bitcast=True) - (zero + 8388608.0)[:, :, None]
+        value = (step * scale.to(tl.float32)[:, :, None]).to(scale.dtype).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _decode_kernel(
+    codes, scales, zeros, out, rows, cols, group, per_row,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SEGMENT: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0) * COUNT + tl.arange(0, COUNT)[:, None]
+    row, segment = index // per_row, index % per_row
+    quad = tl.arange(0, SEGMENT // 4)[None, :]
+    lane = tl.arange(0, 4)[None, None, :]
+    # A row past the end has no columns.
+    width = tl.where(row < rows, cols, 0)
+    value = _values(
+        codes, scales, zeros, tl.minimum(row, rows - 1), segment, quad, lane, cols, group,
+        BITS, SYMMETRIC, SEGMENT,
+    )  # fmt: skip
+    column = (segment * SEGMENT + 4 * quad)[:, :, None] + lane
+    place = row.to(tl.int64)[:, :, None] * cols + column
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=column < width[:, :, None])
+
+
+@triton.jit
+def _inner_products_kernel(
+    gradient, codes, scales, zeros, partial, rows, cols, group, per_row, steps,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SEGMENT: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    quad = tl.arange(0, SEGMENT // 4)[None, :]
+    lane = tl.arange(0, 4)[None, None, :]
+    sums = ()
+    for k in tl.static_range(len(BITS)):
+        sums = sums + (tl.zeros((COUNT, SEGMENT // 4), tl.float32),)
+    for step in range(tl.program_id(0), steps, tl.num_programs(0)):
+        index = step * COUNT + tl.arange(0, COUNT)[:, None]
+        row, segment = index // per_row, index % per_row
+        inside = row < rows
+        row = tl.minimum(row, rows - 1) + tl.program_id(1) * rows
+        column = (segment * SEGMENT + 4 * quad)[:, :, None] + lane
+        place = row.to(tl.int64)[:, :, None] * cols + column
+        inside = (column < cols) & inside[:, :, None]
+        slope = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
+        added = ()
+        for k in tl.static_range(len(BITS)):
+            value = _values(
+                codes[k], scales[k], zeros[k], row, segment, quad, lane, cols, group,
+                BITS[k], SYMMETRIC[k], SEGMENT,
+            )  # fmt: skip
+            added = added + (sums[k] + tl.sum(slope * value, axis=2),)
+        sums = added
+    target = partial + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * len(BITS)
+    for k in tl.static_range(len(BITS)):
+        tl.store(target + k, tl.sum(tl.sum(sums[k], axis=1), axis=0))
+
+
+def decoder(operand: Operand, group: int, shape: tuple[int, int]) -> Callable[[Tensor], None]:
+    """What writes the decoded matrix to a contiguous one of any floating-point type but float64."""
+    rows, cols = shape
+    segment = segment_width(group, cols)
+    count, per_row = _ELEMENTS // segment, triton.cdiv(cols, segment)
+    launch = _decode_kernel[(triton.cdiv(rows * per_row, count),)]
+    zeros = operand.zeros if operand.zeros is not None else operand.scales
+
+    def decode(out: Tensor) -> None:
+        with launching_at(out):
+            launch(
+                operand.codes, operand.scales, zeros, out, rows, cols, group, per_row,
+                BITS=operand.bits, SYMMETRIC=operand.zeros is None, SEGMENT=segment, COUNT=count,
+                num_warps=_WARPS,
+            )  # fmt: skip
+
+    return decode
+
+
+def multiplier(
+    operands: Sequence[Operand], group: int, shape: tuple[int, int], parts: int, device: torch.device
+) -> Callable[[Tensor], Tensor]:
+    """What meets all operands with a gradient: float64 (K,), or (K, parts) with each part of the rows by itself."""
+    rows, cols = shape[0] // parts, shape[1]
+    segment = segment_width(group, cols)
+    count, per_row = _ELEMENTS // segment, triton.cdiv(cols, segment)
+    steps = triton.cdiv(rows * per_row, count)
+    programs = min(steps, max(1, _PROGRAMS_PER_CORE * multiprocessors(device) // parts))
+    launch = _inner_products_kernel[(programs, parts)]
+    codes = tuple(operand.codes for operand in operands)
+    scales = tuple(operand.scales for operand in operands)
+    zeros = tuple(operand.zeros if operand.zeros is not None else operand.scales for operand in operands)
+    bits = tuple(operand.bits for operand in operands)
+    symmetric = tuple(operand.zeros is None for operand in operands)
+    partial = partial_sums(len(operands), programs, parts)
+
+    def multiply(gradient: Tensor) -> Tensor:
+        sums = torch.empty(partial, dtype=torch.float32, device=device)
+        with launching_at(gradient):
+            launch(
+                gradient, codes, scales, zeros, sums, rows, cols, group, per_row, steps,
+                BITS=bits, SYMMETRIC=symmetric, SEGMENT=segment, COUNT=count, num_warps=_WARPS,
+            )  # fmt: skip
+        return over_programs(sums)
+
+    return multiply
+
+
+def partial_sums(operands: int, programs: int, parts: int) -> tuple[int, ...]:
+    """Shape of what the programs of a multiplication write."""
+    return (programs, operands) if parts == 1 else (parts, programs, operands)
+
+
+def over_programs(sums: Tensor) -> Tensor:
+    """The sums over programs: (K,), or (K, parts)."""
+    return sums.sum(dim=-2, dtype=torch.float64).T if sums.ndim == 3 else sums.sum(dim=0, dtype=torch.float64)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Cores of a GPU, each of which runs several programs at a time."""
+    count: Any = torch.cuda.get_device_properties(device).multi_processor_count
+    return int(count)

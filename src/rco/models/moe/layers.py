@@ -1,0 +1,301 @@
+"""Mixture-of-experts architectures: one table row each, one view of a layer over all of them.
+
+Everything else that deals with experts (gates, scores, physical pruning, export) asks this module where the
+routers and experts are and how the router decides; nothing else knows an architecture by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rco.models.moe.routing import RoutingRule
+
+__all__ = [
+    "MOE_ARCHITECTURES",
+    "MoEArchitecture",
+    "MoELayer",
+    "UnsupportedMoEError",
+    "moe_architecture",
+    "moe_layers",
+    "set_num_experts",
+    "stored_names",
+]
+
+RoutingKind = Literal["softmax_topk", "topk_softmax", "sigmoid_topk"]
+
+
+class UnsupportedMoEError(ValueError):
+    """The model has no experts, or its architecture is not in the table."""
+
+
+@dataclass(frozen=True)
+class MoEArchitecture:
+    """Where one architecture keeps its experts and how its router decides.
+
+    Attributes:
+        model_type: ``config.model_type`` of the (text) model.
+        causal_lm: ``module:class`` of the stock causal language model.
+        count_field: Configuration field with the number of routed experts.
+        routing: ``softmax_topk`` (softmax over all, then top-k), ``topk_softmax`` (top-k, then softmax over
+            the selected) or ``sigmoid_topk`` (independent scores, a correction bias for the choice alone).
+        router: Attribute of the router in the sparse block.
+        experts: Attribute of the experts in the sparse block.
+        shared: Attribute of the expert that every token visits, if the architecture has one.
+        shared_gate: Attribute of the sigmoid gate on the shared expert, if there is one.
+        float32_router: The router multiplies in float32 whatever the model's dtype.
+        always_renormalises: Selected weights are made to sum to one without a configuration switch.
+        casts_weights: Routing weights return to the model's dtype before they meet the experts.
+        projections: What checkpoints call the gate, up and down projection of an expert.
+        interleaved: Rows of gate and up projection alternate in the stacked tensor, instead of following each
+            other.
+        stored_block: What checkpoints call the sparse block, where the model calls it otherwise.
+        separable: Checkpoints of the stock model may name every expert by itself.
+    """
+
+    model_type: str
+    causal_lm: str
+    count_field: str
+    routing: RoutingKind = "softmax_topk"
+    router: str = "gate"
+    experts: str = "experts"
+    shared: str | None = None
+    shared_gate: str | None = None
+    float32_router: bool = False
+    always_renormalises: bool = False
+    casts_weights: bool = True
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    interleaved: bool = False
+    stored_block: str | None = None
+    separable: bool = True
+
+    @property
+    def class_name(self) -> str:
+        """Name of the stock causal language model class."""
+        return self.causal_lm.partition(":")[2]
+
+    @property
+    def router_has_constant(self) -> bool:
+        """Whether the router's choice has an additive constant per expert (a bias or a correction)."""
+        return self.routing in ("topk_softmax", "sigmoid_topk")
+
+
+def _row(name: str, camel: str, count: str, **extra: Any) -> MoEArchitecture:
+    return MoEArchitecture(
+        name, f"transformers.models.{name}.modeling_{name}:{camel}ForCausalLM", count, **extra
+    )
+
+
+_QWEN_SHARED = {"shared": "shared_expert", "shared_gate": "shared_expert_gate"}
+_MIXTRAL = {
+    "always_renormalises": True, "casts_weights": False,
+    "projections": ("w1", "w3", "w2"), "stored_block": "block_sparse_moe",
+}  # fmt: skip
+_GPT_OSS = {"routing": "topk_softmax", "router": "router", "interleaved": True, "separable": False}
+_FLOAT32 = {"shared": "shared_experts", "float32_router": True, "casts_weights": False}
+
+MOE_ARCHITECTURES: dict[str, MoEArchitecture] = {
+    row.model_type: row
+    for row in (
+        _row("olmoe", "Olmoe", "num_experts"),
+        _row("qwen2_moe", "Qwen2Moe", "num_experts", **_QWEN_SHARED),
+        _row("qwen3_moe", "Qwen3Moe", "num_experts"),
+        _row("qwen3_next", "Qwen3Next", "num_experts", **_QWEN_SHARED),
+        _row("mixtral", "Mixtral", "num_local_experts", **_MIXTRAL),
+        _row("deepseek_v2", "DeepseekV2", "n_routed_experts", **_FLOAT32),
+        _row("deepseek_v3", "DeepseekV3", "n_routed_experts", routing="sigmoid_topk", **_FLOAT32),
+        _row("glm4_moe", "Glm4Moe", "n_routed_experts", routing="sigmoid_topk", **_FLOAT32),
+        _row("gpt_oss", "GptOss", "num_local_experts", **_GPT_OSS),
+    )
+}
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """One sparse layer of a model, the same view for every architecture.
+
+    Attributes:
+        index: Position among the model's sparse layers (dense layers are not counted).
+        decoder_index: Position of the decoder layer in the model.
+        name: Module path of the sparse block.
+        block: The sparse block.
+        router: Its router.
+        experts: Its experts: one module with 3-D tensors (fused) or an ``nn.ModuleList`` (unfused).
+        num_experts: Experts in this layer.
+        rule: How the router turns logits into a choice and weights.
+        architecture: The table row.
+    """
+
+    index: int
+    decoder_index: int
+    name: str
+    block: nn.Module
+    router: nn.Module
+    experts: nn.Module
+    num_experts: int
+    rule: RoutingRule
+    architecture: MoEArchitecture
+
+    @property
+    def top_k(self) -> int:
+        """Experts that each token visits; also the fewest that a layer may keep."""
+        return self.rule.top_k
+
+    @property
+    def routing(self) -> RoutingKind:
+        """The kind of router."""
+        return self.architecture.routing
+
+    @property
+    def experts_name(self) -> str:
+        """Module path of the experts, which the names of their matrices begin with."""
+        return f"{self.name}.{self.architecture.experts}"
+
+    @property
+    def stored_name(self) -> str:
+        """What checkpoints call the sparse block."""
+        parent, _, own = self.name.rpartition(".")
+        return f"{parent}.{self.architecture.stored_block or own}"
+
+    @property
+    def shared(self) -> nn.Module | None:
+        """The expert that every token visits, if there is one."""
+        name = self.architecture.shared
+        return getattr(self.block, name, None) if name else None
+
+    @property
+    def fused(self) -> bool:
+        """Whether the experts are 3-D tensors of one module."""
+        return not isinstance(self.experts, nn.ModuleList)
+
+    @property
+    def correction(self) -> Tensor | None:
+        """The bias that takes part in the choice but not in the weights, if the router has one."""
+        return getattr(self.router, "e_score_correction_bias", None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Router logits (tokens, experts) of flattened hidden states (tokens, width), as the model forms them."""
+        weight, bias = self.router.weight, getattr(self.router, "bias", None)
+        assert isinstance(weight, Tensor)
+        if self.architecture.float32_router and weight.dtype != torch.float64:
+            return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+        return F.linear(hidden, weight, bias)
+
+
+def moe_architecture(config: Any) -> MoEArchitecture:
+    """The table row of a configuration (the text part of it, for models with several parts).
+
+    Raises:
+        UnsupportedMoEError: The model type is not in the table.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    row = MOE_ARCHITECTURES.get(text.model_type)
+    if row is None:
+        raise UnsupportedMoEError(
+            f"model type {text.model_type!r} has no known mixture-of-experts layout; "
+            f"expert pruning knows {', '.join(sorted(MOE_ARCHITECTURES))}"
+        )
+    return row
+
+
+def moe_layers(model: nn.Module) -> list[MoELayer]:
+    """The sparse layers of a model, in order; dense layers between or before them are skipped.
+
+    Raises:
+        UnsupportedMoEError: The architecture is unknown, or no layer of the model has experts.
+    """
+    config: Any = model.config
+    row = moe_architecture(config)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found: list[MoELayer] = []
+    for name, block in model.named_modules():
+        router, experts = getattr(block, row.router, None), getattr(block, row.experts, None)
+        if isinstance(router, nn.Module) and isinstance(experts, nn.Module):
+            found.append(_layer(len(found), name, block, router, experts, text, row))
+    if not found:
+        raise UnsupportedMoEError(
+            f"no layer of this {text.model_type} model has a router and experts "
+            f"(looked for children {row.router!r} and {row.experts!r}); every layer is dense"
+        )
+    return found
+
+
+def stored_names(model: nn.Module) -> Callable[[str], str]:
+    """From the names of a model's tensors to those in its checkpoints, which differ where a block has two names."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    row = MOE_ARCHITECTURES.get(str(getattr(text, "model_type", None)))
+    if row is None or row.stored_block is None:
+        return lambda name: name
+    renamed = {layer.name: layer.stored_name for layer in moe_layers(model)}
+    blocks = re.compile("|".join(rf"^{re.escape(name)}(?=\.)" for name in renamed))
+    return lambda name: blocks.sub(lambda found: renamed[found[0]], name)
+
+
+def set_num_experts(config: Any, count: int) -> None:
+    """Write the number of routed experts into the field that the architecture reads."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    setattr(text, moe_architecture(config).count_field, int(count))
+
+
+def _layer(
+    index: int,
+    name: str,
+    block: nn.Module,
+    router: nn.Module,
+    experts: nn.Module,
+    config: Any,
+    row: MoEArchitecture,
+) -> MoELayer:
+    weight: Any = router.weight
+    count = int(weight.shape[0])
+    held = len(experts) if isinstance(experts, nn.ModuleList) else int(experts.num_experts)  # type: ignore[arg-type]
+    if held != count:
+        raise UnsupportedMoEError(f"{name} has a router for {count} experts but holds {held}")
+    # The number of the decoder layer is the last number of the path: layers.3.mlp -> 3.
+    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
+    rule = _rule(router, count, config, row)
+    return MoELayer(
+        index, int(numbers[-1]) if numbers else index, name, block, router, experts, count, rule, row
+    )
+
+
+def _rule(router: nn.Module, count: int, config: Any, row: MoEArchitecture) -> RoutingRule:
+    def setting(*names: str, default: Any = None) -> Any:
+        for source in (router, config):
+            for field in names:
+                value = getattr(source, field, None)
+                if value is not None:
+                    return value
+        return default
+
+    if row.routing == "softmax_topk":
+        renormalises = row.always_renormalises or (
+            # DeepSeek-V2 carries norm_topk_prob in its configuration, but its router never reads it.
+            row.model_type != "deepseek_v2" and bool(setting("norm_topk_prob", default=False))
+        )
+        score, denominator = "softmax", "selected" if renormalises else "survivors"
+    elif row.routing == "topk_softmax":
+        score, denominator = "logit", "selected"
+    else:
+        score, denominator = "sigmoid", "selected" if setting("norm_topk_prob", default=True) else "none"
+
+    grouped = row.routing == "sigmoid_topk" or setting("topk_method") == "group_limited_greedy"
+    sizes = getattr(router, "group_sizes", None)  # a router that was pruned to groups of different sizes
+    groups = int(setting("num_group", "n_group", default=1)) if grouped else 1
+    if sizes is None:
+        sizes = (count // groups,) * groups
+    return RoutingRule(
+        top_k=int(setting("top_k", "num_experts_per_tok")),
+        score=score,  # type: ignore[arg-type]
+        denominator=denominator,  # type: ignore[arg-type]
+        scale=float(setting("routed_scaling_factor", default=1.0)) if row.float32_router else 1.0,
+        group_sizes=tuple(int(size) for size in sizes),
+        chosen_groups=int(setting("topk_group", default=1)) if grouped else 1,
+    )

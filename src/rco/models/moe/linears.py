@@ -1,0 +1,157 @@
+"""The matrices of experts as linears of their own, though the model keeps them stacked in one tensor.
+
+Each expert has a gate, an up and a down projection. They get the names that checkpoints give them, so that plans,
+candidates and exports speak of ``model.layers.3.mlp.experts.17.down_proj`` whatever the model in memory looks like.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from rco.models.layout import Layout, LinearInfo
+from rco.models.moe.layers import MOE_ARCHITECTURES, MoELayer, moe_layers
+
+__all__ = [
+    "EXPERT_ROLE",
+    "PROJECTIONS",
+    "ExpertLinear",
+    "Projection",
+    "expert_linears",
+    "model_linears",
+    "original_stacks",
+    "sparse_layers",
+    "stacked_parameters",
+]
+
+Projection = Literal["gate", "up", "down"]
+PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
+EXPERT_ROLE = "experts"
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLinear(LinearInfo):
+    """One projection of one expert.
+
+    Attributes:
+        layer: Its sparse layer.
+        expert: Which expert.
+        projection: ``gate``, ``up`` or ``down``.
+    """
+
+    layer: MoELayer = field(kw_only=True)
+    expert: int = field(kw_only=True)
+    projection: Projection = field(kw_only=True)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as (out_features, in_features); a view of the stacked tensor."""
+        experts: Any = self.layer.experts
+        return self.place((experts.down_proj if self.projection == "down" else experts.gate_up_proj).detach())
+
+    def place(self, stacked: Tensor) -> Tensor:
+        """Where it is in a tensor of its layer's stacked matrices: a view (out_features, in_features)."""
+        return _matrices(self.layer, stacked, self.projection == "down")[self.expert, self.part]
+
+    def renumbered(self, number: int, projection: str | None = None) -> str:
+        """Its name as another expert of its layer, and with another word for the projection."""
+        return f"{self.layer.experts_name}.{number}.{projection or self.name.rpartition('.')[2]}"
+
+    @property
+    def stored_name(self) -> str:
+        """Its name in a checkpoint."""
+        return self.name.replace(self.layer.name, self.layer.stored_name, 1)
+
+    @property
+    def part(self) -> int:
+        """Position among the matrices that are stacked together: 1 for up, which follows gate."""
+        return int(self.projection == "up")
+
+    @property
+    def stored_in(self) -> str:
+        """Entry of the state dict that holds the stacked tensor."""
+        tensor = "down_proj" if self.projection == "down" else "gate_up_proj"
+        return f"{self.layer.experts_name}.{tensor}"
+
+
+def sparse_layers(model: nn.Module) -> list[MoELayer]:
+    """The sparse layers of a model; none for a dense one."""
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return moe_layers(model) if text.model_type in MOE_ARCHITECTURES else []
+
+
+def original_stacks(layer: MoELayer) -> tuple[Tensor, Tensor]:
+    """Views of a layer's weights: gate and up (experts, 2, inner, width), down (experts, 1, width, inner)."""
+    experts: Any = layer.experts
+    if not layer.fused:
+        raise ValueError(
+            f"{layer.name} keeps its experts as separate modules; load the model with the implementation in "
+            "transformers (without remote code), which keeps them as stacked tensors."
+        )
+    up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+    return _matrices(layer, up, False), _matrices(layer, down, True)
+
+
+def stacked_parameters(layer: MoELayer) -> tuple[nn.Parameter, nn.Parameter]:
+    """The parameters that hold a layer's experts."""
+    experts: Any = layer.experts
+    return experts.gate_up_proj, experts.down_proj
+
+
+def _matrices(layer: MoELayer, stacked: Tensor, down: bool) -> Tensor:
+    """A stacked parameter as (experts, parts, out, in), whichever way the architecture keeps it."""
+    if getattr(layer.experts, "is_transposed", False):
+        stacked = stacked.transpose(1, 2)
+    if down:
+        return stacked.unsqueeze(1)
+    count, rows, columns = stacked.shape
+    if layer.architecture.interleaved:
+        return stacked.view(count, rows // 2, 2, columns).transpose(1, 2)
+    return stacked.view(count, 2, rows // 2, columns)
+
+
+def expert_linears(layer: MoELayer) -> list[ExpertLinear]:
+    """Gate, up and down projection of every expert of a layer."""
+    up, down = original_stacks(layer)
+    row, found = layer.architecture, []
+    inside = f"{layer.name.rpartition('.')[2]}.{row.experts}"
+    has_bias = bool(getattr(layer.experts, "has_bias", False))
+    for expert in range(layer.num_experts):
+        for projection, own in zip(PROJECTIONS, row.projections, strict=True):
+            rows, columns = (down if projection == "down" else up).shape[2:]
+            found.append(
+                ExpertLinear(
+                    name=f"{layer.experts_name}.{expert}.{own}",
+                    module=layer.experts,
+                    kind=f"experts.{own}",
+                    role=EXPERT_ROLE,
+                    block=layer.decoder_index,
+                    path=f"{inside}.{expert}.{own}",
+                    in_features=columns,
+                    out_features=rows,
+                    transposed=False,
+                    bias=has_bias,
+                    layer=layer,
+                    expert=expert,
+                    projection=projection,
+                )
+            )
+    return found
+
+
+def model_linears(layout: Layout, model: nn.Module, *, include_head: bool = False) -> list[LinearInfo]:
+    """Every linear of a model, block by block, the experts of a sparse layer after the others of its block."""
+    linears = layout.linears(model, include_head=include_head)
+    layers = {layer.decoder_index: layer for layer in sparse_layers(model)}
+    if not layers:
+        return linears
+    blocks: dict[int | None, list[LinearInfo]] = {}
+    for info in linears:
+        blocks.setdefault(info.block, []).append(info)
+    for block, layer in layers.items():
+        blocks.setdefault(block, []).extend(expert_linears(layer))
+    numbers = sorted(block for block in blocks if block is not None)
+    return [info for block in numbers for info in blocks[block]] + blocks.get(None, [])

@@ -1,0 +1,342 @@
+"""Random models of a few thousand weights: one for every row of the architecture table, and mixtures of experts.
+
+For tests, benchmarks and trying out a new row: the structure is the real one, the numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rco.models.layout import layout_for
+from rco.models.moe.layers import MoELayer
+from rco.models.zoo import find_builtin
+
+__all__ = [
+    "TINY_MOE_NAMES",
+    "random_keep",
+    "save_tiny",
+    "tiny_config",
+    "tiny_model",
+    "tiny_moe",
+    "tiny_tokens",
+    "wide_moe",
+]
+
+_VOCABULARY = 96
+_COMMON: dict[str, Any] = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_GEMMA: dict[str, Any] = {"sliding_window": 8, "query_pre_attn_scalar": 8}
+_LATENT: dict[str, Any] = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4,
+    "kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "head_dim": 4,
+}  # fmt: skip
+
+# What each architecture needs beyond or instead of the common settings; None removes a setting.
+_OWN: dict[str, dict[str, Any]] = {
+    "gemma2": {**_GEMMA, "final_logit_softcapping": 3.0},
+    "gemma3_text": {**_GEMMA, "num_hidden_layers": 7, "final_logit_softcapping": 3.0},
+    "granite": {"logits_scaling": 4.0, "embedding_multiplier": 2.0},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {"logit_scale": 0.25, "sliding_window": 8, "num_hidden_layers": 4},
+    "olmo3": {"sliding_window": 8, "num_hidden_layers": 4},
+    "gpt2": {"n_inner": 48},
+    "gpt_neox": {"num_key_value_heads": None, "head_dim": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "qwen3_moe": {**_EXPERTS, "mlp_only_layers": [1]},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    "qwen3_next": {
+        **_EXPERTS, "shared_expert_intermediate_size": 24, "num_hidden_layers": 4, "mlp_only_layers": [1],
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    },
+    "deepseek_v2": {**_LATENT, "topk_method": "greedy"},
+    "deepseek_v3": _LATENT,
+}  # fmt: skip
+
+
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """A small configuration of a supported architecture; ``changes`` override its fields."""
+    from transformers import AutoConfig
+
+    layout_for(model_type)  # an unknown name fails with the list of known ones
+    settings = {**_COMMON, **_OWN.get(model_type, {}), **changes}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    if model_type == "gpt2":
+        renamed = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+        unused = {"intermediate_size", "num_key_value_heads", "head_dim"}
+        settings = {renamed.get(key, key): value for key, value in settings.items() if key not in unused}
+    if model_type == "gemma3":
+        settings.pop("tie_word_embeddings", None)
+        vision = {
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 16, "patch_size": 8,
+        }  # fmt: skip
+        text = {**settings, **_GEMMA, "num_hidden_layers": 7}
+        return AutoConfig.for_model(
+            "gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=90,
+            boi_token_index=91, eoi_token_index=92, tie_word_embeddings=changes.get("tie_word_embeddings", True),
+        )  # fmt: skip
+    return AutoConfig.for_model(model_type, **settings)
+
+
+def tiny_model(
+    model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> nn.Module:
+    """A random model of that architecture in evaluation mode, on the CPU, the same for the same seed."""
+    import transformers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = cast(Any, transformers.AutoModelForCausalLM).from_config(
+            tiny_config(model_type, **changes), dtype=dtype
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # Wide enough that norms, biases, routers and softcaps all matter to the output.
+                scale = 0.3 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.1
+                parameter.add_(torch.randn_like(parameter) * scale)
+    return model.eval().requires_grad_(False)
+
+
+def save_tiny(
+    model_type: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_size: str = "5GB",
+    **changes: Any,
+) -> Path:
+    """Write such a model as a checkpoint with a tokenizer (tiny-llama's), so that whole commands run on it."""
+    from transformers import AutoTokenizer
+
+    builtin = find_builtin("tiny-llama")
+    assert builtin is not None
+    tokenizer = AutoTokenizer.from_pretrained(builtin.locate()[0])
+    special = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    model = tiny_model(model_type, seed=seed, dtype=dtype, **{**special, **changes})
+    cast(Any, model).save_pretrained(folder, max_shard_size=max_shard_size)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+# ---------------------------------------------------------------------- mixtures of experts
+
+_MOE_COMMON: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "initializer_range": 0.3,
+}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+
+# name -> (configuration class, settings); a name may be a variant of an architecture.
+_MOE_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmoe": ("OlmoeConfig", {"intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3}),
+    "olmoe-normed": (
+        "OlmoeConfig",
+        {"intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "intermediate_size": 48,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "intermediate_size": 48,
+            "moe_intermediate_size": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            "intermediate_size": 48,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "head_dim": 8,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"intermediate_size": 16, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3, "routed_scaling_factor": 1.5},
+    ),
+    "deepseek_v2-grouped": (
+        "DeepseekV2Config",
+        {
+            **_MLA,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.0,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**_MLA, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek_v3-ungrouped": (
+        "DeepseekV3Config",
+        {
+            **_MLA,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 4,
+            "norm_topk_prob": False,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "intermediate_size": 48,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "head_dim": 8,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "intermediate_size": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}
+TINY_MOE_NAMES = tuple(_MOE_SETTINGS)
+
+
+def tiny_moe(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    """A tiny random model in evaluation mode, with correction biases that matter.
+
+    Args:
+        name: One of :data:`TINY_MOE_NAMES`.
+        seed: Seed of the weights.
+        dtype: Of the weights.
+        changes: Configuration fields to set differently.
+    """
+    import transformers
+
+    cls, settings = _MOE_SETTINGS[name]
+    config = getattr(transformers, cls)(**{**_MOE_COMMON, **settings, **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        build: Any = transformers.AutoModelForCausalLM.from_config
+        model: nn.Module = build(config).to(dtype).eval()
+        with torch.no_grad():
+            for key, buffer in model.named_buffers():
+                if key.endswith("e_score_correction_bias"):
+                    buffer.normal_(std=0.2)
+    return model
+
+
+def wide_moe(experts: int, hidden: int, *, layers: int = 2, vocabulary: int = 1024) -> nn.Module:
+    """A random model with many experts in every layer, of which a token sees eight: what steps are timed on."""
+    return tiny_moe(
+        "qwen3_moe",
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_key_value_heads=4,
+        head_dim=hidden // 4,
+        max_position_embeddings=4096,
+        moe_intermediate_size=hidden // 2,
+        num_experts=experts,
+        num_experts_per_tok=8,
+        mlp_only_layers=[],
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+    )
+
+
+def tiny_tokens(seed: int = 0, batch: int = 2, length: int = 12) -> Tensor:
+    """Random token ids for the tiny models."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, _MOE_COMMON["vocab_size"], (batch, length), generator=generator)
+
+
+def random_keep(layers: Sequence[MoELayer], seed: int = 0, spare: int = 1) -> list[Tensor]:
+    """A random mask per layer, with a random count at least ``spare`` above the router's floor."""
+    generator = torch.Generator().manual_seed(seed)
+    masks = []
+    for layer in layers:
+        low = min(layer.top_k + spare, layer.num_experts - 1)
+        count = int(torch.randint(low, layer.num_experts, (), generator=generator))
+        order = torch.randperm(layer.num_experts, generator=generator)
+        masks.append(torch.zeros(layer.num_experts, dtype=torch.bool).index_fill_(0, order[:count], True))
+    return masks
