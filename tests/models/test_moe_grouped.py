@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rco.models import moe_grouped
+from rco.models.moe import grouped as moe_grouped
 from rco.models.moe.grouped import _blocked_linear, _blocked_outer, _Blocks, grouped_linear, grouped_outer
 
 LENGTHS = [[5, 0, 40, 1], [0, 0, 3], [64, 64], [0, 100, 0, 0, 2], [1] * 7, [33], [0, 0]]
