@@ -1,4 +1,4 @@
-"""A mixture of experts without a quarter of its experts, from a model that is in memory already.
+"""Prune a quarter of the experts of a mixture-of-experts model that is already loaded.
 
 Run: python examples/prune_experts.py
 """
@@ -8,8 +8,9 @@ import rco
 loaded = rco.load("tiny-moe", dtype="float32")  # any transformers model and its tokenizer
 model, tokenizer = loaded.model, loaded.tokenizer
 result = rco.prune(model, tokenizer, experts=0.25)
-print(result.allocation)
+print(result.allocation)  # heat map: which experts of each layer are kept
 
+# The loaded model is unchanged; result.model is the pruned copy.
 for name, one in (("full", model), ("pruned", result.model)):
     size = sum(parameter.numel() for parameter in one.parameters())
     tokens = one.generate(

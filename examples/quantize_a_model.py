@@ -1,4 +1,4 @@
-"""A language model at 2.5 bits per weight, in ten lines: what was chosen, what it costs, and text from it.
+"""Quantize a language model to 2.5 bits per weight; print its quality, the width of each layer, and some text.
 
 Run: python examples/quantize_a_model.py
 """
@@ -6,8 +6,8 @@ Run: python examples/quantize_a_model.py
 import rco
 
 result = rco.quantize("tiny-llama", bits=2.5)
-print(result)
-print(result.allocation)
+print(result)  # KL and perplexity beside simple allocations
+print(result.allocation)  # heat map: bits by kind of layer and depth
 
 prompt = result.tokenizer("The old man looked at", return_tensors="pt")
 tokens = result.model.float().generate(**prompt, max_new_tokens=30, do_sample=False)
