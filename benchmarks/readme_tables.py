@@ -135,7 +135,8 @@ def long_comparison():
     if data is None:
         return []
     rows = summarise(data["entries"], data["full_model"])
-    text = markdown(rows, data).split("\n", 2)[2]  # the document has a title of its own
+    text = markdown(rows, data).split("\n", 2)[2]  # the document has its own title and one more level of headings
+    text = re.sub(r"^## (.*)$", r"### \1 bits", text, flags=re.MULTILINE)
     machine = data["environment"]
     gpus = f", {', '.join(machine['gpu'])}" if machine.get("gpu") else ""
     return [
@@ -169,8 +170,8 @@ def verdict(rows):
     if not lines:
         return []
     return [
-        "| bits | best method other than RCO | its mean KL less RCO's, ± standard error "
-        "| KL of `rco@0.1` / `evopress` | spread over seeds, `rco` / `rco-plain` |",
+        "| bits | best method other than RCO | its mean KL minus RCO's ± standard error "
+        "| KL of `rco@0.1` / KL of `evopress` | standard deviation of `rco` / that of `rco-plain` |",
         "|---|---|---:|---:|---:|",
         *lines,
         "",
