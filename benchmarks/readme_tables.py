@@ -135,7 +135,9 @@ def long_comparison():
     if data is None:
         return []
     rows = summarise(data["entries"], data["full_model"])
-    text = markdown(rows, data).split("\n", 2)[2]  # the document has its own title and one more level of headings
+    text = markdown(rows, data).split("\n", 2)[
+        2
+    ]  # the document has its own title and one more level of headings
     text = re.sub(r"^## (.*)$", r"### \1 bits", text, flags=re.MULTILINE)
     machine = data["environment"]
     gpus = f", {', '.join(machine['gpu'])}" if machine.get("gpu") else ""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rco.pipeline.compare_tables import summarise
+from rco.studies.ablation_report import ablation_markdown
 
 ROOT = Path(__file__).parent.parent
 KL = {
@@ -135,6 +136,13 @@ def test_documents_are_as_the_results_make_them(tables, tmp_path, monkeypatch):
         assert (tmp_path / name).read_text() == (ROOT / name).read_text(), (
             f"run benchmarks/readme_tables.py ({name})"
         )
+
+
+def test_the_ablation_report_is_as_the_results_make_it():
+    record = json.loads((ROOT / "benchmarks" / "results" / "ablations.json").read_text())
+    folder = ROOT / "docs" / "ablations"
+    expected = ablation_markdown(record, sorted(folder.glob("*.png")))
+    assert (folder / "ablations.md").read_text() == expected
 
 
 @pytest.fixture
