@@ -529,7 +529,7 @@ def flatness(data):
 
 
 def manifold_value():
-    """What a method without the manifold has above RCO, spending and ending alike."""
+    """KL of methods without the manifold relative to RCO's, with the same start and ending."""
     data = load("manifold_value")
     if data is None:
         return []
@@ -542,10 +542,10 @@ def manifold_value():
         "",
         *tuned_settings(data["tuning"]),
     ]
-    for start, title in (("zeros", "Initial logits of zero"), ("prior", "Initial logits from RCO's prior")):
+    for start, title in (("zeros", "Zero initial logits"), ("prior", "Initial logits from RCO's prior")):
         rows, ratios = ([row for row in data[name] if row["start"] == start] for name in ("rows", "ratios"))
         if rows:
-            lines += [f"## {title}", "", *above_rco(rows, ratios), "", *manifold_table(rows), ""]
+            lines += [f"### {title}", "", *above_rco(rows, ratios), "", *manifold_table(rows), ""]
     return lines
 
 
@@ -554,10 +554,11 @@ def above_rco(rows, ratios):
     budgets = sorted({row["bits"] for row in rows}, key=float)
     known = {(row["end"], row["method"], row["bits"]): row for row in rows if "above_rco" in row}
     lines = [
-        "KL less that of `rco-plain` with the same end and seed, mean ± standard error. Last columns: KL relative "
-        "to `rco-plain`'s, geometric mean over budgets and seeds, and the pairs in which it is higher.",
+        "KL minus that of `rco-plain` with the same ending and seed, mean ± standard error. *All budgets*: KL "
+        "relative to that of `rco-plain`, geometric mean over budgets and seeds. *Higher in*: pairs of runs, one per "
+        "budget and seed, in which the KL is higher than that of `rco-plain`.",
         "",
-        f"| end | method | {' | '.join(f'{bits} bits' for bits in budgets)} | all budgets | higher in |",
+        f"| ending | method | {' | '.join(f'{bits} bits' for bits in budgets)} | all budgets | higher in |",
         "|---|---|" + "---:|" * (len(budgets) + 2),
     ]
     overall = {(row["end"], row["method"]): row for row in ratios}
@@ -637,8 +638,8 @@ def tuned_settings(tuning):
         best, worst = (pick(tried, key=lambda row: row["loss"]) for pick in (min, max))
         own = ", ".join(f"{name} {value:g}" for name, value in best["settings"].items())
         lines.append(
-            f"* `{method}`: {own}; best of {len(tried)} settings, {best['runs']} runs each (loss "
-            f"{best['loss']:.4f}, of the worst {worst['loss']:.4f})."
+            f"* `{method}`: {own}; best of {len(tried)} settings, {best['runs']} runs each (mean loss "
+            f"{best['loss']:.4f}; worst setting {worst['loss']:.4f})."
         )
     return [*lines, ""] if lines else []
 
@@ -646,7 +647,7 @@ def tuned_settings(tuning):
 def manifold_table(rows):
     """KL and bits used, by budget."""
     lines = [
-        "| bits | end | method | KL, mean ± standard error | perplexity | bits used |",
+        "| bits | ending | method | KL, mean ± standard error | perplexity | bits used |",
         "|---|---|---|---:|---:|---:|",
     ]
     for row in sorted(rows, key=lambda row: float(row["bits"])):  # stable: ends and methods as they come

@@ -194,10 +194,10 @@ def test_the_manifold_is_compared_seed_by_seed_and_end_by_end(tables, manifold_s
     tables.main()
     text = (tmp_path / "docs" / "manifold_value.md").read_text()
     assert "`penalty`: rho 2; best of 2 settings" in text
-    assert cells(text, "| end | method | 2.5 bits | 10 bits | all budgets |")[0] == [
+    assert cells(text, "| ending | method | 2.5 bits | 10 bits | all budgets |")[0] == [
         "printed", "`penalty`", "+0.01000 ± 0.00000", "+0.01000 ± 0.00000", "+9.2 ± 0.8 %", "4 of 4",
     ]  # fmt: skip
-    shown = cells(text, "| bits | end | method | KL")
+    shown = cells(text, "| bits | ending | method | KL")
     assert [row[0] for row in shown] == ["2.5"] * 8 + ["10"] * 8
     assert shown[0][1:4] == ["printed", "`rco-plain`", "0.1100 ± 0.0100"]
 
