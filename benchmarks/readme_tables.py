@@ -207,7 +207,7 @@ def what_searches_end_with():
             lines.append(f"| {' | '.join([*cells, f'{best.count(name)} of {len(found)}'])} |")
     if not lines:
         return []
-    heading = "| search | candidate | loss against the prior's knapsack, % ± standard deviation | best |"
+    heading = "| search | candidate | loss relative to the prior's knapsack, % ± standard deviation | best in |"
     return [heading, "|---|---|---:|---:|", *lines, ""]
 
 
@@ -555,8 +555,8 @@ def above_rco(rows, ratios):
     known = {(row["end"], row["method"], row["bits"]): row for row in rows if "above_rco" in row}
     lines = [
         "KL minus that of `rco-plain` with the same ending and seed, mean ± standard error. *All budgets*: KL "
-        "relative to that of `rco-plain`, geometric mean over budgets and seeds. *Higher in*: pairs of runs, one per "
-        "budget and seed, in which the KL is higher than that of `rco-plain`.",
+        "relative to that of `rco-plain`, geometric mean over budgets and seeds. *Higher in*: pairs of runs, one "
+        "per budget and seed, in which the KL is higher than that of `rco-plain`.",
         "",
         f"| ending | method | {' | '.join(f'{bits} bits' for bits in budgets)} | all budgets | higher in |",
         "|---|---|" + "---:|" * (len(budgets) + 2),
