@@ -207,7 +207,9 @@ def what_searches_end_with():
             lines.append(f"| {' | '.join([*cells, f'{best.count(name)} of {len(found)}'])} |")
     if not lines:
         return []
-    heading = "| search | candidate | loss relative to the prior's knapsack, % ± standard deviation | best in |"
+    heading = (
+        "| search | candidate | loss relative to the prior's knapsack, % ± standard deviation | best in |"
+    )
     return [heading, "|---|---|---:|---:|", *lines, ""]
 
 
@@ -581,10 +583,10 @@ def expert_domains():
     gpus = f", {', '.join(machine['gpu'])}" if machine.get("gpu") else ""
     tasks = [name for name in data["table"][0] if name.startswith("task ") and not name.endswith("_std")]
     lines = [
-        f"Mean ± standard deviation over {len(data['seeds'])} seeds. Coding is {settings['coding']}, general the "
-        f"mean of {settings['general'].replace(',', ', ')}; {settings['evaluation']} sequences of "
-        f"{settings['length']} tokens in all (`{data['command']}`, {machine['time'][:10]}, "
-        f"{machine['cpu']}{gpus}, torch {machine['torch']}).",
+        f"`{data['command']}`, {machine['time'][:10]}, {machine['cpu']}{gpus}, torch {machine['torch']}. Mean ± "
+        f"standard deviation over {len(data['seeds'])} seeds on {settings['evaluation']} sequences of "
+        f"{settings['length']} tokens in all. Coding: {settings['coding']}. General: the mean of "
+        f"{settings['general'].replace(',', ', ')}. The best of each fraction is bold.",
         "",
     ]
     for model in dict.fromkeys(row["model"] for row in data["table"]):
