@@ -643,19 +643,28 @@ def tuned_settings(tuning):
             f"* `{method}`: {own}; best of {len(tried)} settings, {best['runs']} runs each (mean loss "
             f"{best['loss']:.4f}; worst setting {worst['loss']:.4f})."
         )
-    return [*lines, ""] if lines else []
+    return ["Settings chosen by the tuning:", "", *lines, ""] if lines else []
 
 
 def manifold_table(rows):
-    """KL and bits used, by budget."""
+    """KL, perplexity and bits used: a row per ending and method, a column per budget."""
+    budgets = sorted({row["bits"] for row in rows}, key=float)
+    known = {(row["end"], row["method"], row["bits"]): row for row in rows}
     lines = [
-        "| bits | ending | method | KL, mean ± standard error | perplexity | bits used |",
-        "|---|---|---|---:|---:|---:|",
+        "Each cell: KL, mean ± standard error / perplexity / bits used.",
+        "",
+        f"| ending | method | {' | '.join(f'{bits} bits' for bits in budgets)} |",
+        "|---|---|" + "---:|" * len(budgets),
     ]
-    for row in sorted(rows, key=lambda row: float(row["bits"])):  # stable: ends and methods as they come
-        cells = [row["bits"], row["end"], f"`{row['method']}`", f"{row['kl']:.4f} ± {row['kl_error']:.4f}"]
-        cells += [f"{row['perplexity']:.3f}", f"{row['mean_bits']:.4f}"]
-        lines.append(f"| {' | '.join(cells)} |")
+    for end, method in dict.fromkeys(key[:2] for key in known):
+        found = [known.get((end, method, bits)) for bits in budgets]
+        cells = [
+            f"{row['kl']:.4f} ± {row['kl_error']:.4f} / {row['perplexity']:.3f} / {row['mean_bits']:.4f}"
+            if row
+            else ""
+            for row in found
+        ]
+        lines.append(f"| {end} | `{method}` | {' | '.join(cells)} |")
     return lines
 
 
