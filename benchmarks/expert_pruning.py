@@ -200,17 +200,23 @@ def merge(arguments):
 
 def document(_):
     """Put the tables of all results into the document, between its markers."""
-    results, modes = [], ["| model | pruned | `deployed` | `scale` | seeds |", "|---|---|---:|---:|---:|"]
+    results, told = [], None
+    modes = ["| model | pruned | `deployed` | `scale` | seeds |", "|---|---|---:|---:|---:|"]
     for path in sorted(RESULTS.glob("expert_pruning_*_moe.json")):
         report = json.loads(path.read_text())
         settings = report["settings"]
         for fraction, table in report["tables"].items():
             share = f"{100 * float(fraction):g} %"
             by_label = {row["method"]: row for row in table["rows"]}
+            about = (
+                f"{settings['tokens']:,} tokens per search, evaluated on {settings['evaluation']} sequences of "
+                f"{settings['length']} tokens ({settings['domains'].replace(',', ', ')})."
+            )
+            if about != told:  # reports that share their settings state them once
+                results += [about, ""]
+                told = about
             results += [
-                f"`{report['model']}`, {share} pruned, {settings['tokens']:,} tokens per search, evaluated on "
-                f"{settings['evaluation']} sequences of {settings['length']} tokens "
-                f"({settings['domains'].replace(',', ', ')}):",
+                f"`{report['model']}`, {share} pruned:",
                 "",
                 "| method | KL to the full model | perplexity | tokens | seeds |",
                 "|---|---:|---:|---:|---:|",

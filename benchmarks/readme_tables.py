@@ -135,7 +135,10 @@ def long_comparison():
     if data is None:
         return []
     rows = summarise(data["entries"], data["full_model"])
-    text = markdown(rows, data).split("\n", 2)[2]  # the document has a title of its own
+    text = markdown(rows, data).split("\n", 2)[
+        2
+    ]  # the document has its own title and one more level of headings
+    text = re.sub(r"^## (.*)$", r"### \1 bits", text, flags=re.MULTILINE)
     machine = data["environment"]
     gpus = f", {', '.join(machine['gpu'])}" if machine.get("gpu") else ""
     return [
@@ -169,8 +172,8 @@ def verdict(rows):
     if not lines:
         return []
     return [
-        "| bits | best method other than RCO | its mean KL less RCO's, ± standard error "
-        "| KL of `rco@0.1` / `evopress` | spread over seeds, `rco` / `rco-plain` |",
+        "| bits | best method other than RCO | its mean KL minus RCO's ± standard error "
+        "| KL of `rco@0.1` / KL of `evopress` | standard deviation of `rco` / that of `rco-plain` |",
         "|---|---|---:|---:|---:|",
         *lines,
         "",
@@ -204,7 +207,9 @@ def what_searches_end_with():
             lines.append(f"| {' | '.join([*cells, f'{best.count(name)} of {len(found)}'])} |")
     if not lines:
         return []
-    heading = "| search | candidate | loss against the prior's knapsack, % ± standard deviation | best |"
+    heading = (
+        "| search | candidate | loss relative to the prior's knapsack, % ± standard deviation | best in |"
+    )
     return [heading, "|---|---|---:|---:|", *lines, ""]
 
 
@@ -526,7 +531,7 @@ def flatness(data):
 
 
 def manifold_value():
-    """What a method without the manifold has above RCO, spending and ending alike."""
+    """KL of methods without the manifold relative to RCO's, with the same start and ending."""
     data = load("manifold_value")
     if data is None:
         return []
@@ -539,10 +544,10 @@ def manifold_value():
         "",
         *tuned_settings(data["tuning"]),
     ]
-    for start, title in (("zeros", "Initial logits of zero"), ("prior", "Initial logits from RCO's prior")):
+    for start, title in (("zeros", "Zero initial logits"), ("prior", "Initial logits from RCO's prior")):
         rows, ratios = ([row for row in data[name] if row["start"] == start] for name in ("rows", "ratios"))
         if rows:
-            lines += [f"## {title}", "", *above_rco(rows, ratios), "", *manifold_table(rows), ""]
+            lines += [f"### {title}", "", *above_rco(rows, ratios), "", *manifold_table(rows), ""]
     return lines
 
 
@@ -551,10 +556,11 @@ def above_rco(rows, ratios):
     budgets = sorted({row["bits"] for row in rows}, key=float)
     known = {(row["end"], row["method"], row["bits"]): row for row in rows if "above_rco" in row}
     lines = [
-        "KL less that of `rco-plain` with the same end and seed, mean ± standard error. Last columns: KL relative "
-        "to `rco-plain`'s, geometric mean over budgets and seeds, and the pairs in which it is higher.",
+        "KL minus that of `rco-plain` with the same ending and seed, mean ± standard error. *All budgets*: KL "
+        "relative to that of `rco-plain`, geometric mean over budgets and seeds. *Higher in*: pairs of runs, one "
+        "per budget and seed, in which the KL is higher than that of `rco-plain`.",
         "",
-        f"| end | method | {' | '.join(f'{bits} bits' for bits in budgets)} | all budgets | higher in |",
+        f"| ending | method | {' | '.join(f'{bits} bits' for bits in budgets)} | all budgets | higher in |",
         "|---|---|" + "---:|" * (len(budgets) + 2),
     ]
     overall = {(row["end"], row["method"]): row for row in ratios}
@@ -577,10 +583,10 @@ def expert_domains():
     gpus = f", {', '.join(machine['gpu'])}" if machine.get("gpu") else ""
     tasks = [name for name in data["table"][0] if name.startswith("task ") and not name.endswith("_std")]
     lines = [
-        f"Mean ± standard deviation over {len(data['seeds'])} seeds. Coding is {settings['coding']}, general the "
-        f"mean of {settings['general'].replace(',', ', ')}; {settings['evaluation']} sequences of "
-        f"{settings['length']} tokens in all (`{data['command']}`, {machine['time'][:10]}, "
-        f"{machine['cpu']}{gpus}, torch {machine['torch']}).",
+        f"`{data['command']}`, {machine['time'][:10]}, {machine['cpu']}{gpus}, torch {machine['torch']}. Mean ± "
+        f"standard deviation over {len(data['seeds'])} seeds on {settings['evaluation']} sequences of "
+        f"{settings['length']} tokens in all. Coding: {settings['coding']}. General: the mean of "
+        f"{settings['general'].replace(',', ', ')}. The best of each fraction is bold.",
         "",
     ]
     for model in dict.fromkeys(row["model"] for row in data["table"]):
@@ -634,22 +640,31 @@ def tuned_settings(tuning):
         best, worst = (pick(tried, key=lambda row: row["loss"]) for pick in (min, max))
         own = ", ".join(f"{name} {value:g}" for name, value in best["settings"].items())
         lines.append(
-            f"* `{method}`: {own}; best of {len(tried)} settings, {best['runs']} runs each (loss "
-            f"{best['loss']:.4f}, of the worst {worst['loss']:.4f})."
+            f"* `{method}`: {own}; best of {len(tried)} settings, {best['runs']} runs each (mean loss "
+            f"{best['loss']:.4f}; worst setting {worst['loss']:.4f})."
         )
-    return [*lines, ""] if lines else []
+    return ["Settings chosen by the tuning:", "", *lines, ""] if lines else []
 
 
 def manifold_table(rows):
-    """KL and bits used, by budget."""
+    """KL, perplexity and bits used: a row per ending and method, a column per budget."""
+    budgets = sorted({row["bits"] for row in rows}, key=float)
+    known = {(row["end"], row["method"], row["bits"]): row for row in rows}
     lines = [
-        "| bits | end | method | KL, mean ± standard error | perplexity | bits used |",
-        "|---|---|---|---:|---:|---:|",
+        "Each cell: KL, mean ± standard error / perplexity / bits used.",
+        "",
+        f"| ending | method | {' | '.join(f'{bits} bits' for bits in budgets)} |",
+        "|---|---|" + "---:|" * len(budgets),
     ]
-    for row in sorted(rows, key=lambda row: float(row["bits"])):  # stable: ends and methods as they come
-        cells = [row["bits"], row["end"], f"`{row['method']}`", f"{row['kl']:.4f} ± {row['kl_error']:.4f}"]
-        cells += [f"{row['perplexity']:.3f}", f"{row['mean_bits']:.4f}"]
-        lines.append(f"| {' | '.join(cells)} |")
+    for end, method in dict.fromkeys(key[:2] for key in known):
+        found = [known.get((end, method, bits)) for bits in budgets]
+        cells = [
+            f"{row['kl']:.4f} ± {row['kl_error']:.4f} / {row['perplexity']:.3f} / {row['mean_bits']:.4f}"
+            if row
+            else ""
+            for row in found
+        ]
+        lines.append(f"| {end} | `{method}` | {' | '.join(cells)} |")
     return lines
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rco.pipeline.compare_tables import summarise
+from rco.studies.ablation_report import ablation_markdown
 
 ROOT = Path(__file__).parent.parent
 KL = {
@@ -137,6 +138,13 @@ def test_documents_are_as_the_results_make_them(tables, tmp_path, monkeypatch):
         )
 
 
+def test_the_ablation_report_is_as_the_results_make_it():
+    record = json.loads((ROOT / "benchmarks" / "results" / "ablations.json").read_text())
+    folder = ROOT / "docs" / "ablations"
+    expected = ablation_markdown(record, sorted(folder.glob("*.png")))
+    assert (folder / "ablations.md").read_text() == expected
+
+
 @pytest.fixture
 def manifold_script(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -186,12 +194,14 @@ def test_the_manifold_is_compared_seed_by_seed_and_end_by_end(tables, manifold_s
     tables.main()
     text = (tmp_path / "docs" / "manifold_value.md").read_text()
     assert "`penalty`: rho 2; best of 2 settings" in text
-    assert cells(text, "| end | method | 2.5 bits | 10 bits | all budgets |")[0] == [
+    assert cells(text, "| ending | method | 2.5 bits | 10 bits | all budgets |")[0] == [
         "printed", "`penalty`", "+0.01000 ± 0.00000", "+0.01000 ± 0.00000", "+9.2 ± 0.8 %", "4 of 4",
     ]  # fmt: skip
-    shown = cells(text, "| bits | end | method | KL")
-    assert [row[0] for row in shown] == ["2.5"] * 8 + ["10"] * 8
-    assert shown[0][1:4] == ["printed", "`rco-plain`", "0.1100 ± 0.0100"]
+    shown = cells(text, "| ending | method | 2.5 bits | 10 bits |\n")
+    assert [row[0] for row in shown] == [end for end in manifold_script.ENDS for _ in range(2)]
+    assert shown[0] == [
+        "printed", "`rco-plain`", "0.1100 ± 0.0100 / 20.000 / 2.5000", "0.1100 ± 0.0100 / 20.000 / 10.0000",
+    ]  # fmt: skip
 
 
 def test_settings_are_the_best_on_average_and_only_of_a_complete_grid(manifold_script, tmp_path):

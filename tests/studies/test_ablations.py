@@ -194,4 +194,8 @@ def test_files_hold_every_sweep(tmp_path):
         assert f"## {sweep.title}" in text
     assert "0.2050 ± 0.0071" in text  # mean and deviation of 0.20 and 0.21
     assert "2 of 3 linears get the same width" in text
+    assert "| lowest to highest mean, a width per linear | 0.2050 to 0.2050 |" in text
+    assert (
+        "| standard deviation over seeds, centre of the sweeps | 0.0158 |" in text
+    )  # of 0.20, 0.21 ... 0.24
     assert text == ablation_markdown(record, written)

@@ -161,9 +161,9 @@ def markdown(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str
     lines = [
         f"# {about['title']}",
         "",
-        f"Mean ± standard deviation over seeds on held-out text, best first. Allowance of each search: "
-        f"{' and '.join(filter(None, limits))}; a backward pass counts as two forward passes, and the choice among "
-        "candidates, exchanges, priors and proxies count. Perplexity of the full model: "
+        "Mean ± standard deviation over seeds on held-out text, lowest KL first. Allowance of each search: "
+        f"{' and '.join(filter(None, limits))}. A backward pass counts as two forward passes; priors, proxies, the "
+        "comparison of candidates and exchanges count, too. Perplexity of the full model: "
         f"{about['full_model']['perplexity']:.3f}.",
     ]
     for budget in dict.fromkeys(row["budget"] for row in rows):

@@ -22,10 +22,10 @@ __all__ = [
     "write_ablations",
 ]
 
-# What is measured at every point, and what the tables call it.
+# Results measured at every point, and their names in the tables.
 COLUMNS = {
     "printed": "Algorithm 1 as printed",
-    "spent": "and its rest spent",
+    "spent": "Algorithm 1, rest spent",
     "search": "the whole search",
 }
 
@@ -141,19 +141,38 @@ def ablation_markdown(record: Mapping[str, Any], figures: Sequence[Path] = ()) -
     weights = settings.get("printed_prior") == "weight-error"
     start = "logits from the errors of weights" if weights else "zero logits"
     parts = [
-        "# Ablations",
-        f"{settings['model']} at {settings['bits']} bits, {record['linears']} linears, widths "
-        f"{settings['widths']}, {settings['sequences']} calibration and {settings['evaluation']} evaluation "
-        f"sequences of {settings['length']} tokens ({settings['data']}). One candidate store serves all runs. "
-        f"Each sweep varies one setting around T = {centre['steps']}, g = {centre['samples']}, learning rate "
-        f"{centre['lr']:g}, last temperature {centre['tau']:g}. {record['core_minutes']:.0f} minutes of runs, "
-        f"summed over workers and threads, on {machine}, torch {environment.get('torch', '?')} "
-        f"(`{record['command']}`).",
-        "KL to the full model on evaluation text, mean ± standard deviation over seeds. *Algorithm 1 as "
-        f"printed*: {start} at the start, no curvature, the knapsack of the last logits. *And its rest "
-        "spent*: left-over budget buys the upgrades those logits like best. *The whole search*: sensitivities "
-        "as prior and curvature, the choice on held-back text, refinement. Tokens are forwarded ones, a "
-        "backward pass counted as two; those of the whole search include the sensitivities.",
+        "# Ablations of the search settings",
+        "The effect of single settings of the search on its result, for users who consider other values than the "
+        "defaults. Each sweep varies one setting and keeps the rest; docs/concepts.md of the package defines the "
+        "terms.",
+    ]
+    if record["recommended"]:
+        parts += [
+            "## Result",
+            _ranges(record),
+            "Best values by mean KL. *As good*: values whose mean KL lies within two standard errors of the best.",
+            recommendation_table(record),
+        ]
+    parts += [
+        "## How it was measured",
+        f"`{record['command']}`: {record['core_minutes']:.0f} minutes of runs, summed over workers and threads, on "
+        f"{machine}, torch {environment.get('torch', '?')}.",
+        f"* Model: {settings['model']} at {settings['bits']} bits, {record['linears']} linears, widths "
+        f"{settings['widths']}; all runs share one candidate store.\n"
+        f"* Text: {settings['sequences']} calibration and {settings['evaluation']} evaluation sequences of "
+        f"{settings['length']} tokens ({settings['data']}).\n"
+        f"* Centre of the sweeps: T = {centre['steps']} steps, g = {centre['samples']} samples, learning rate "
+        f"{centre['lr']:g}, last temperature {centre['tau']:g}.\n"
+        "* KL to the full model on evaluation text, mean ± standard deviation over seeds; the lowest mean is bold. "
+        "Perplexity is that of the whole search.\n"
+        "* Tokens are forwarded tokens, a backward pass counted as two; those of the whole search include the "
+        "sensitivities.",
+        "Every point is measured in three ways:",
+        f"* *{COLUMNS['printed']}*: {start} at the start, no curvature; the result is the knapsack of the last "
+        "logits.\n"
+        f"* *{COLUMNS['spent']}*: the same, and left-over budget buys the upgrades with the highest logits.\n"
+        f"* *{COLUMNS['search'].capitalize()}*: sensitivities as prior and curvature, the choice among candidates "
+        "on selection text, exchanges.",
         _references(record),
     ]
     by_name = {path.stem.removeprefix("ablation_"): path for path in figures if path.suffix == ".png"}
@@ -163,9 +182,30 @@ def ablation_markdown(record: Mapping[str, Any], figures: Sequence[Path] = ()) -
             parts.append(_seeds_line(sweep))
         if sweep["name"] in by_name:
             parts.append(f"![{sweep['title']}]({by_name[sweep['name']].name})")
-    if record["recommended"]:
-        parts += ["## What follows", recommendation_table(record)]
     return "\n\n".join(parts) + "\n"
+
+
+def _ranges(record: Mapping[str, Any]) -> str:
+    """Lowest and highest mean KL of every column over the swept settings, and the spread over seeds."""
+    swept = [row for sweep in record["sweeps"] if sweep["setting"] is not None for row in sweep["rows"]]
+    seeds = [row for sweep in record["sweeps"] if sweep["name"] == "seeds" for row in sweep["rows"]]
+
+    def means(rows: Sequence[Mapping[str, Any]], column: str) -> list[float]:
+        return [row[column]["kl"]["mean"] for row in rows]
+
+    lines = [
+        f"| KL over all settings below | {' | '.join(COLUMNS.values())} |",
+        "|---|" + "---:|" * len(COLUMNS),
+    ]
+    for name, grouped in (("a width per linear", False), ("linears that engines fuse share a width", True)):
+        rows = [row for row in swept if row["loop"]["grouped"] == grouped]
+        if rows:
+            cells = [f"{min(means(rows, c)):.4f} to {max(means(rows, c)):.4f}" for c in COLUMNS]
+            lines.append(f"| lowest to highest mean, {name} | {' | '.join(cells)} |")
+    if len(seeds) > 1:
+        cells = [f"{statistics.stdev(means(seeds, column)):.4f}" for column in COLUMNS]
+        lines.append(f"| standard deviation over seeds, centre of the sweeps | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _references(record: Mapping[str, Any]) -> str:
@@ -178,8 +218,8 @@ def _references(record: Mapping[str, Any]) -> str:
 
 def _table(sweep: Mapping[str, Any]) -> str:
     lines = [
-        f"| {sweep['varies']} | " + " | ".join(COLUMNS.values()) + " | perplexity | tokens of Algorithm 1 | "
-        "of the search | seeds |",
+        f"| {sweep['varies']} | " + " | ".join(COLUMNS.values()) + " | perplexity | tokens, Algorithm 1 | "
+        "tokens, search | seeds |",
         "|---|" + "---:|" * (len(COLUMNS) + 4),
     ]
     best = {column: min(row[column]["kl"]["mean"] for row in sweep["rows"]) for column in COLUMNS}
