@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from rco import InfeasibleBudgetError, solve_mckp
-from rco.compression.base import Budget
+from rco.compression.budget import Budget
 from rco.compression.candidates import CandidateSettings
+from rco.compression.compression import Compression
 from rco.compression.plan import make_plan
-from rco.compression.quantization import QuantizationBackend
 from rco.data.calibration import CalibrationSet
 from rco.evaluation.size import average_bits, checkpoint_size
 from rco.export.compressed_tensors import CompressedTensorsExporter
@@ -47,11 +47,11 @@ def one(rng, folder):
     plan = make_plan(
         loaded.layout, linears, widths=widths, group_size=group_size, serve=preset, locks=locks, ties=ties
     )
-    backend = QuantizationBackend(
+    backend = Compression(
         loaded, plan, folder / "store", settings=CandidateSettings(method="rtn", clip="minmax")
     )
     tokens = torch.zeros(1, 8, dtype=torch.int64)
-    backend.prepare(CalibrationSet(tokens, tokens.bool(), ("none",), "none", 0, "calibration"))
+    backend.candidates(CalibrationSet(tokens, tokens.bool(), ("none",), "none", 0, "calibration"))
     kind = str(rng.choice(["bits", "bpw", "size"]))
     low, high = (float(end.replace(",", "").split()[0]) for end in backend.budget_range(kind))
     asked = low + (high - low) * float(rng.random())

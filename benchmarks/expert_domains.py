@@ -86,23 +86,24 @@ class Settings:
 
 def run_part(settings, model, experts, calibration, allocation, seed):
     """Search and judge; one line of the file of parts. The full model is a part without a budget."""
-    from rco.pipeline.common import build_data
     from rco.pipeline.judge import Judge
-    from rco.pipeline.prune import plan_pruning
+    from rco.pipeline.planning import build_data, plan_compression
     from rco.pipeline.searchers import configured_searcher
 
     began = time.perf_counter()
     full = allocation == "full"
     config = settings.config(model, "0.25" if full else experts, calibration, allocation, seed)
-    planned = plan_pruning(config)
-    backend, problem = planned.backend, planned.problem
+    planned = plan_compression(config)
+    backend, problem = planned.compression, planned.problem
     data = build_data(config, planned.loaded.tokenizer)
     chosen, entry = None, {}
     if not full:
-        backend.prepare(data.search)
+        backend.score_experts(data.search, sensitivity=config.sensitivity)
         searcher = configured_searcher(config)
         with backend.objective(data.search, data.selection) as objective:
-            result = searcher.search(problem, objective, prior=backend.prior())
+            result = searcher.search(
+                problem, objective, **backend.beliefs(problem, config.start, config.strength)
+            )
         chosen = result.allocation
         assert problem.is_feasible(chosen)
         entry = {
@@ -133,11 +134,10 @@ def by_kind(domains):
 
 def accuracies(settings, planned, chosen, seed):
     """Accuracy on every task; of the full model for None."""
-    from rco.compression.expert_problem import KEEP
     from rco.pipeline.evaluate import headline, measure_tasks
 
-    everything = [KEEP] * planned.problem.num_groups
-    with planned.backend.apply(everything if chosen is None else chosen) as loaded:
+    everything = [1] * planned.problem.num_groups
+    with planned.compression.apply(everything if chosen is None else chosen) as loaded:
         return {
             name: headline(found)
             for name, found in measure_tasks(loaded, settings.tasks, settings.limit, seed).items()

@@ -52,8 +52,8 @@ class Part:
     @property
     def method(self):
         """(method, share of the tokens, settings) of a label such as ``rco:gates=scale:lr=0.03@0.1``."""
-        from rco.pipeline.compare import parse_methods
         from rco.pipeline.configs import ComparePruneConfig
+        from rco.pipeline.entrants import parse_methods
 
         named, _, share = self.label.partition("@")
         name, *options = named.split(":")
@@ -70,10 +70,10 @@ class Part:
     @property
     def cost(self):
         """Shares of a whole search."""
-        from rco.pipeline.compare_prune import resolve_method
+        from rco.pipeline.entrants import ExpertEntrant
 
         name, share, _ = self.method
-        rule = resolve_method(name).method in ("top-global", "top-per-block", "random-pick")
+        rule = ExpertEntrant.parse(name).method in ("top-global", "top-per-block", "random-pick")
         return SHORT if rule else share
 
 
@@ -125,20 +125,21 @@ class Settings:
 @functools.lru_cache(maxsize=1)
 def contest_of(settings, model, experts, changed):
     """The problem of a part, kept for the parts that follow."""
-    from rco.pipeline.compare_prune import PruneContest
-    from rco.pipeline.prune import plan_pruning
+    from rco.pipeline.compare import ExpertContest
 
     config = dataclasses.replace(settings.config(model, experts), **dict(changed))
-    return PruneContest(config, plan_pruning(config))
+    return ExpertContest(config)
 
 
 def run_part(settings, part):
     """Search and judge; one line of the file of parts."""
+    from rco.pipeline.compare import SearchJob
+
     began = time.perf_counter()
     name, share, changed = part.method
     contest = contest_of(settings, part.model, part.experts, changed)
-    result = contest.run(name, part.seed, int(share * contest.tokens))
-    entry = short_names(contest.measure(part.label, part.seed, result))
+    measured = contest.measure(SearchJob(part.experts, name, share, part.seed))
+    entry = short_names({**measured, "label": part.label})
     return {"entry": entry, "wall_seconds": time.perf_counter() - began}
 
 

@@ -22,12 +22,14 @@ RESULTS = Path(__file__).parent / "results" / "expert_step.json"
 
 def measure(experts, hidden, mode, arguments):
     """Seconds of plain passes and of search steps, taken in turns."""
-    from rco.compression.base import Budget
-    from rco.compression.expert_pruning import ExpertPruningBackend
+    from rco.compression.budget import Budget
+    from rco.compression.compression import Compression
+    from rco.compression.plan import make_removal_plan
     from rco.core.search import RCO
     from rco.data.calibration import CalibrationSet
     from rco.losses import Head, chunked_kl
     from rco.models.loading import wrap_model
+    from rco.models.moe.linears import model_linears
     from rco.testing.tiny_models import wide_moe
 
     model = wide_moe(experts, hidden, layers=arguments.layers, vocabulary=arguments.vocabulary)
@@ -36,7 +38,9 @@ def measure(experts, hidden, mode, arguments):
     counts = torch.ones_like(ids, dtype=torch.bool)
     counts[:, -1] = False
     data = CalibrationSet(ids, counts, ("random",) * len(ids), "random", 0, "calibration")
-    backend = ExpertPruningBackend(wrap_model(model), mode=mode, batch_size=arguments.batch)
+    loaded = wrap_model(model)
+    plan = make_removal_plan(model_linears(loaded.layout, model))
+    backend = Compression(loaded, plan, gates=mode, batch_size=arguments.batch)
     plain_model.model.requires_grad_(True)
     full = backend.full_head()
     own = plain_model.layout.head(plain_model.model)

@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def errors_by_sequences(differences, relative, repeats, rng):
     """Error of the plain and the pooled estimate for several numbers of sequences."""
-    from rco.compression.sensitivity import predicted_losses
+    from rco.compression.second_order import predicted_losses
 
     rows = []
     for count in (1, 2, 4, 8, 16, 32, 48):
@@ -35,14 +35,13 @@ def errors_by_sequences(differences, relative, repeats, rng):
 
 
 def main():
-    from rco.compression.base import Budget
-    from rco.compression.sensitivity import fisher_differences, predicted_losses
+    from rco.compression.budget import Budget
+    from rco.compression.second_order import predicted_losses
     from rco.core.knapsack import solve_mckp
     from rco.core.refine import spend
-    from rco.pipeline.common import build_data
     from rco.pipeline.configs import QuantizeConfig
     from rco.pipeline.judge import Judge
-    from rco.pipeline.quantize import plan_quantization
+    from rco.pipeline.planning import build_data, plan_compression
     from rco.runs import environment, write_json_atomic
 
     parser = argparse.ArgumentParser(
@@ -57,10 +56,10 @@ def main():
     bits = arguments.bits.split(",")
     store = arguments.store or Path(tempfile.mkdtemp())
     config = QuantizeConfig(model=arguments.model, bits=bits[0], store=store)
-    planned = plan_quantization(config)
-    backend, data = planned.backend, build_data(config, planned.loaded.tokenizer)
-    backend.prepare(data.search)
-    differences = fisher_differences(backend, data.search, seed=arguments.seed)
+    planned = plan_compression(config)
+    backend, data = planned.compression, build_data(config, planned.loaded.tokenizer)
+    backend.candidates(data.search)
+    differences = backend.differences(data.search, seed=arguments.seed)
     relative = backend.relative_errors()
     judge = Judge(backend, data.evaluation)
     knapsacks = []

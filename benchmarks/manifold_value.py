@@ -89,16 +89,15 @@ class Settings:
 @functools.lru_cache(maxsize=1)
 def bench_of(settings):
     """Backend, text and judge of a process."""
-    from rco.pipeline.common import build_data
     from rco.pipeline.judge import Judge
-    from rco.pipeline.quantize import plan_quantization
+    from rco.pipeline.planning import build_data, plan_compression
 
     config = settings.config()
-    planned = plan_quantization(config)
-    planned.backend.keep_references = True
+    planned = plan_compression(config)
+    planned.compression.keep_references = True
     data = build_data(config, planned.loaded.tokenizer)
-    planned.backend.prepare(data.search)
-    return planned.backend, data, Judge(planned.backend, data.evaluation)
+    planned.compression.candidates(data.search)
+    return planned.compression, data, Judge(planned.compression, data.evaluation)
 
 
 def prepare(settings):
@@ -110,15 +109,14 @@ def prior_of(settings, backend, data, problem, seed):
     """RCO's initial logits; the sensitivities behind them are measured once per seed."""
     from safetensors.torch import load_file
 
-    from rco.compression.sensitivity import fisher_differences, logits_from_losses, second_order
     from rco.folders import write_tensors_atomic
 
     path = Path(settings.work) / f"sensitivities-{seed}-{settings.sensitivity}-{settings.length}.safetensors"
     if not path.exists():
         part = data.select(slice(0, settings.sensitivity))
-        write_tensors_atomic(path, {"d": fisher_differences(backend, part, seed=seed)}, shared=True)
-    losses = second_order(backend, load_file(path)["d"]).losses
-    return logits_from_losses(losses, problem, settings.config().strength)
+        write_tensors_atomic(path, {"d": backend.differences(part, seed=seed)}, shared=True)
+    backend.use_differences(load_file(path)["d"])
+    return backend.beliefs(problem, "fisher", settings.config().strength)["prior"]
 
 
 def searcher_of(settings, method, own, seed):
@@ -138,7 +136,7 @@ def run_part(settings, bits, method, own, start, seed, tuning=False):
     """Search once, end it in every way, and judge each; tuning, one way is judged on the selection text."""
     import torch
 
-    from rco.compression.base import Budget
+    from rco.compression.budget import Budget
     from rco.core.knapsack import solve_mckp
     from rco.core.refine import spend
     from rco.core.relaxation import expected_cost

@@ -110,9 +110,9 @@ class Settings:
 
     def base(self, model, bits, seed):
         """The plan and costs of ``rco*``, which the other budgets are derived from."""
-        from rco.pipeline.quantize import plan_quantization
+        from rco.pipeline.planning import plan_compression
 
-        return plan_quantization(self.config(model, bits, seed, "rco*"))
+        return plan_compression(self.config(model, bits, seed, "rco*"))
 
     def bytes_of(self, model, bits, seed):
         """Bytes of a checkpoint whose experts take exactly that many bits on average, attention at 16."""
@@ -154,13 +154,12 @@ def prepare(settings, model, seed):
 
 
 def _candidates(config):
-    from rco.pipeline.common import build_data
-    from rco.pipeline.quantize import plan_quantization
+    from rco.pipeline.planning import build_data, plan_compression
 
-    planned = plan_quantization(config)
+    planned = plan_compression(config)
     data = build_data(config, planned.loaded.tokenizer)
-    planned.backend.look_at_routing(data.search)
-    planned.backend.prepare(data.search)
+    planned.compression.count_visits(data.search)
+    planned.compression.candidates(data.search)
     return planned, data
 
 
@@ -168,14 +167,13 @@ def run_part(settings, model, bits, seed, method):
     """Search and judge; one line of the file of parts."""
     import numpy as np
 
-    from rco.compression.sensitivity import logits_from_losses, second_order
     from rco.pipeline.judge import Judge
     from rco.pipeline.searchers import configured_searcher
 
     began = time.perf_counter()
     config = settings.config(model, bits, seed, method)
     planned, data = _candidates(config)
-    backend, problem = planned.backend, planned.problem
+    backend, problem = planned.compression, planned.problem
     if method in ONLY:
         problem = _restrict(backend, planned.budget, ONLY[method])
     forwards = backwards = 0
@@ -186,18 +184,17 @@ def run_part(settings, model, bits, seed, method):
             np.array([widths.index(width if width in g.widths else g.widths[0]) for g in backend.plan.groups])
         )
     else:
-        prior = proxy = table = None
+        beliefs, table = {}, None
         if method.startswith("mxmoe"):
             table = backend.layer_errors(data.search.select(slice(0, settings.sensitivity)))
         else:
-            found = second_order(backend, *_sensitivities(settings, model, seed, backend, data.search))
-            backend.curvature = found.curvature
-            prior, proxy = logits_from_losses(found.losses, problem, config.strength), found.losses
+            backend.use_differences(*_sensitivities(settings, model, seed, backend, data.search))
+            beliefs = backend.beliefs(problem, "fisher", config.strength)
         searcher = configured_searcher(config)
         with backend.objective(data.search, data.selection) as objective:
             if table is not None:
                 objective.layer_errors = table
-            result = searcher.search(problem, objective, prior=prior, proxy=proxy)
+            result = searcher.search(problem, objective, **beliefs)
         allocation, chosen_from, candidates = result.allocation, result.chosen_from, result.candidates
         forwards, backwards = result.forwards, result.backwards
     searched = time.perf_counter() - began
@@ -230,7 +227,6 @@ def _sensitivities(settings, model, seed, backend, calibration):
     """Differences and layer errors, which depend on the groups but not on the budget: measured once."""
     from safetensors.torch import load_file
 
-    from rco.compression.sensitivity import fisher_differences
     from rco.folders import write_tensors_atomic
 
     groups = [[[member.name for member in group.members], group.widths] for group in backend.plan.groups]
@@ -239,7 +235,7 @@ def _sensitivities(settings, model, seed, backend, calibration):
     if not path.exists():
         part = calibration.select(slice(0, settings.sensitivity))
         found = {
-            "differences": fisher_differences(backend, part, seed=seed),
+            "differences": backend.differences(part, seed=seed),
             "layer_errors": backend.layer_errors(part, experts_only=False),
         }
         write_tensors_atomic(path, found, shared=True)  # parts of other budgets may measure the same now

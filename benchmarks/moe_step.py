@@ -20,9 +20,8 @@ import torch
 from rco.compression.objective import Reference
 from rco.losses import Head, chunked_kl
 from rco.models.precision import computing_in
-from rco.pipeline.common import build_data
 from rco.pipeline.configs import QuantizeConfig
-from rco.pipeline.quantize import plan_quantization
+from rco.pipeline.planning import build_data, plan_compression
 from rco.runs import environment, write_json_atomic
 from rco.studies.step_cases import measure
 
@@ -73,10 +72,10 @@ def row_of(model, length, arguments, folder):
         count="experts" if experts_alone else "all",
         format="none",
     )
-    planned = plan_quantization(config)
-    backend, loaded = planned.backend, planned.loaded
+    planned = plan_compression(config)
+    backend, loaded = planned.compression, planned.loaded
     data = build_data(config, loaded.tokenizer).search
-    backend.prepare(data)
+    backend.candidates(data)
     network, device, widths = loaded.model, loaded.device, backend.plan.widths
     with computing_in(network, backend.compute_dtype):
         reference = Reference.compute(loaded, data, 4)

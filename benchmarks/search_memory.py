@@ -47,10 +47,10 @@ class Peak:
 def case(vocabulary, widths):
     import torch
 
-    from rco.compression.base import Budget
+    from rco.compression.budget import Budget
     from rco.compression.candidates import CandidateSettings
+    from rco.compression.compression import Compression
     from rco.compression.plan import make_plan
-    from rco.compression.quantization import QuantizationBackend
     from rco.core.refine import uniform_allocation
     from rco.data.calibration import CalibrationSet
     from rco.models.loading import wrap_model
@@ -68,11 +68,11 @@ def case(vocabulary, widths):
     mask[:, -1] = False
     data = CalibrationSet(tokens, mask, ("random",), "random", 0, "calibration")
     with tempfile.TemporaryDirectory() as folder:
-        backend = QuantizationBackend(
+        backend = Compression(
             loaded, plan, Path(folder) / "store",
             settings=CandidateSettings(method="rtn", clip="minmax"), checkpointing=True,
         )  # fmt: skip
-        backend.prepare(data)
+        backend.candidates(data)
         packed = {k: {w: p.to("cpu") for w, p in v.items()} for k, v in backend.packed().items()}
         store = sum(p.nbytes for options in packed.values() for p in options.values())
         problem = backend.problem(Budget("bits", Fraction(3)))

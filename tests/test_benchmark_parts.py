@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rco.compression.sensitivity import logits_from_losses, predicted_losses
+from rco.compression.priors import logits_from_losses
+from rco.compression.second_order import predicted_losses
 from rco.core.problem import AllocationProblem
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

@@ -26,7 +26,7 @@ from rco.data.documents import Data, Texts
 from rco.models.load import checkpoint_of, load
 from rco.models.loading import LoadedModel, refuse_quantized, wrap_model
 from rco.models.zoo import ModelError
-from rco.pipeline.common import Outcome
+from rco.pipeline.compress import compress as run_job
 from rco.pipeline.configs import (
     CompressConfig,
     Compute,
@@ -38,8 +38,6 @@ from rco.pipeline.configs import (
 )
 from rco.pipeline.evaluate import evaluate as measure_models
 from rco.pipeline.progress import Progress, ProgressEvent, follow
-from rco.pipeline.prune import prune as prune_job
-from rco.pipeline.quantize import quantize as quantize_job
 
 __all__ = ["compress", "evaluate", "load", "prune", "quantize"]
 
@@ -324,7 +322,6 @@ def compress(
         raise ValueError("`inplace=True` needs a loaded model; of a name there is nothing to replace.")
     if config.resume and config.out is None:
         raise ValueError("`resume=True` continues the run in a folder: say which with `out`.")
-    job: Callable[..., Outcome | None] = prune_job if isinstance(config, PruneConfig) else quantize_job
     with ExitStack() as stack:
         told = stack.enter_context(follow(progress))
         folder = config.out
@@ -333,7 +330,7 @@ def compress(
         if given is not None:
             stack.enter_context(_frozen(given.model))
         settled = dataclasses.replace(config, out=folder)
-        outcome = job(settled, told, given, checkpoint=config.out is not None)
+        outcome = run_job(settled, told, given, checkpoint=config.out is not None)
         if outcome is None:
             return None
         owner = None if given is None else given.model

@@ -9,21 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from rco.compression.deployment import decode_into
 from rco.compression.engines import find_engine
-from rco.compression.quantization import QuantizationBackend
 from rco.core.problem import Allocation
 from rco.core.result import SearchResult
 from rco.folders import write_json_atomic
 from rco.formats.packing import PackedWeight
 from rco.models.loading import LoadedModel
-from rco.models.moe.prune import prune_experts
-from rco.pipeline.checkpoints import export_pruning, export_quantized, make_exporter
-from rco.pipeline.common import Outcome, Planned, slug
+from rco.pipeline.checkpoints import export_checkpoint, make_exporter
+from rco.pipeline.compress import Outcome
 from rco.pipeline.configs import CompressConfig, PruneConfig, QuantizeConfig
+from rco.pipeline.planning import Planned, slug
 from rco.report.data import RunData, groups, moe_layers
 from rco.report.heatmap import coloured, experts_html, experts_text, widths_html, widths_text
 from rco.report.html import build_report
@@ -31,7 +29,6 @@ from rco.runs import RunDirectory
 
 __all__ = ["CompressedModel", "ModelAllocation"]
 
-_CHECKED_TOKENS = 64
 _DOCUMENTS = ("config.json", "environment.json", "problem.json", "allocation.json", "history.jsonl")
 
 
@@ -98,13 +95,12 @@ class CompressedModel:
     ) -> None:
         self.metrics: dict[str, Any] = dict(outcome.metrics)
         self.search: SearchResult = outcome.result
-        backend = outcome.planned.backend
-        names = () if isinstance(backend, QuantizationBackend) else backend.names
+        names = [group.name for group in outcome.planned.compression.plan.groups]
         self.allocation = ModelAllocation(outcome.result.allocation, names, self.metrics)
         self.folder: Path | None = config.out
         self.checkpoint: Path | None = outcome.checkpoint
         self._config = config
-        self._planned: Planned[Any] = outcome.planned
+        self._planned: Planned = outcome.planned
         self._documents = {
             name: (outcome.folder / name).read_text(encoding="utf-8")
             for name in _DOCUMENTS
@@ -142,14 +138,10 @@ class CompressedModel:
     def _pruned(self) -> LoadedModel:
         """The model without its pruned experts, whether or not its weights are decoded yet."""
         if self._source is None:
-            backend, allocation = self._planned.backend, self.search.allocation
-            if isinstance(backend, QuantizationBackend):
-                self._source, weights = backend.deployed(allocation)
-                self._weights = {name: packed.clone() for name, packed in weights.items()}
-                backend.forget_candidates()
-            else:
-                pruned = prune_experts(backend.loaded.model, backend.keep_of(allocation))
-                self._source = dataclasses.replace(backend.loaded, model=pruned)
+            compression = self._planned.compression
+            self._source, weights = compression.deployed(self.search.allocation)
+            self._weights = {name: packed.clone() for name, packed in weights.items()}
+            compression.forget_candidates()
         return self._source
 
     def save(self, path: str | Path, format: str | None = None, *, overwrite: bool = False) -> Path:
@@ -167,21 +159,17 @@ class CompressedModel:
             ValueError: There is no such format, it cannot hold this model, or the folder cannot be written.
         """
         out, form = Path(path).expanduser(), format or self._default_format()
-        allocation = self.search.allocation
-        if self._planned.backend.name == QuantizationBackend.name:
-            source = self._pruned()
-            deployed = (source, self._weights)
-            written = export_quantized(
-                self._planned, allocation, form, out, overwrite=overwrite, deployed=deployed
-            )
-        else:
-            make_exporter(form, self._planned.backend.name)
-            pruned = self._deployed()
-            vocabulary = pruned.layout.embedding(pruned.model).weight.shape[0]
-            tokens = torch.arange(_CHECKED_TOKENS)[None] % vocabulary
-            written = export_pruning(
-                self._planned, allocation, form, out, tokens, overwrite=overwrite, pruned=pruned
-            )
+        make_exporter(form, self._planned.compression.kind)
+        removes_only = self._planned.compression.plan.removes_only
+        source = self._deployed() if removes_only else self._pruned()
+        written = export_checkpoint(
+            self._planned,
+            self.search.allocation,
+            form,
+            out,
+            overwrite=overwrite,
+            deployed=(source, self._weights),
+        )
         self.metrics.update(written)
         return out
 

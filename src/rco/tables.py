@@ -38,7 +38,7 @@ METHODS: dict[str, str] = {
 }
 BACKENDS: dict[str, str] = {
     "expert-pruning": "rco.compression.expert_pruning:ExpertPruningBackend",
-    "quantization": "rco.compression.quantization:QuantizationBackend",
+    "quantization": "rco.compression.compression:Compression",
 }
 FORMATS: dict[str, str] = {
     "compressed-tensors": "rco.export.compressed_tensors:CompressedTensorsExporter",

@@ -64,7 +64,6 @@ def test_a_stopped_study_goes_on_with_what_is_missing(finished):
 
 def test_a_group_is_as_sensitive_as_its_members_together(finished):
     """The file of single linears serves grouped runs, and runs that see fewer sequences."""
-    from rco.compression.sensitivity import fisher_differences
 
     config = plan_ablations(finished[0]).config
     config = dataclasses.replace(config, store=config.out / "candidates")
@@ -73,7 +72,7 @@ def test_a_group_is_as_sensitive_as_its_members_together(finished):
     loop = plan_ablations(config).runs[0].loop
     few = dataclasses.replace(loop, grouped=True, sequences=2)
     derived = bench._differences(bench._grouped, few, 0)
-    measured = fisher_differences(bench._grouped, bench.data.search.select(slice(0, 2)), seed=0)
+    measured = bench._grouped.differences(bench.data.search.select(slice(0, 2)), seed=0)
     assert len(bench._grouped.plan.groups) < len(bench.backend.plan.groups)
     torch.testing.assert_close(derived, measured, rtol=1e-4, atol=1e-7)
 

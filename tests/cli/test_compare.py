@@ -10,7 +10,7 @@ import pytest
 from rco import tables
 from rco.pipeline import compare
 from rco.pipeline.compare import fitting_workers
-from rco.pipeline.compare_configs import CompareQuantizeConfig
+from rco.pipeline.configs import CompareQuantizeConfig
 from rco.pipeline.entrants import Allowance, Entrant
 from rco.pipeline.estimate import Estimate
 

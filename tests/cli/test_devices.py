@@ -9,10 +9,10 @@ import typer
 
 from rco.cli.app import app
 from rco.distributed import Ranks
-from rco.pipeline.compare_configs import CompareQuantizeConfig
 from rco.pipeline.configs import (
     AblationConfig,
     ComparePruneConfig,
+    CompareQuantizeConfig,
     EvaluateConfig,
     ExportConfig,
     PruneConfig,

@@ -91,11 +91,11 @@ PLACES = {
     "export, amid the weights": ("rco.export.writer:_raw", 9),
 }
 MORE_PLACES = {
-    "sensitivities": ("rco.pipeline.quantize:write_tensors_atomic", 1),
+    "sensitivities": ("rco.pipeline.compress:write_tensors_atomic", 1),
     "search, before its result": ("rco.runs:RunDirectory.write_result", 1),
     "evaluation": ("rco.pipeline.judge:Judge.row", 3),
     "export, before its name": ("rco.export.base:_put_in_place", 1),
-    "report": ("rco.pipeline.quantize:build_report", 1),
+    "report": ("rco.pipeline.compress:build_report", 1),
 }
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from rco.core.plain import PRINTED, PlainRCO
-from rco.pipeline.compare_configs import CompareQuantizeConfig
-from rco.pipeline.configs import ComparePruneConfig, PruneConfig, QuantizeConfig
+from rco.pipeline.configs import ComparePruneConfig, CompareQuantizeConfig, PruneConfig, QuantizeConfig
 from rco.store import CandidateStore
 
 SMALL = ["--sequences=4", "--selection=2", "--evaluation=2", "--length=16", "--samples=2", "--quiet"]

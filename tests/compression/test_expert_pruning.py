@@ -6,17 +6,30 @@ import torch
 
 import rco
 from rco.baselines.selection import TopGlobal, TopPerBlock
-from rco.compression.base import Budget
-from rco.compression.expert_problem import KEEP, ExpertBudgets, expert_names, experts_to_prune, parse_locks
-from rco.compression.expert_pruning import ExpertPruningBackend, global_logits, score_table
+from rco.compression.assignment import experts_to_prune
+from rco.compression.budget import Budget
+from rco.compression.compression import Compression
+from rco.compression.costs import ExpertShares
+from rco.compression.plan import make_removal_plan
+from rco.compression.priors import logits_from_scores, score_table
 from rco.core.search import RCO
 from rco.data.calibration import CalibrationSet
 from rco.export.pruned_experts import export_pruned
 from rco.models.loading import wrap_model
 from rco.models.moe.gates import expert_gates
 from rco.models.moe.layers import UnsupportedMoEError
+from rco.models.moe.linears import model_linears
+from rco.pipeline.configs import PruneConfig
+from rco.pipeline.planning import plan_groups
 from rco.testing import check_objective
 from rco.testing.tiny_models import tiny_moe
+
+KEEP = 1
+
+
+def pruning(loaded, locks=(), **settings):
+    plan = make_removal_plan(model_linears(loaded.layout, loaded.model), locks)
+    return Compression(loaded, plan, **settings)
 
 
 def tokens(count=4, length=12, seed=0):
@@ -41,7 +54,7 @@ def experts(text):
 def test_exact_counts_over_random_budgets_floors_and_locks(loaded):
     """Whatever the values, exactly the asked number is pruned, within floors and locks."""
     rng = np.random.default_rng(0)
-    names = expert_names(ExpertPruningBackend(loaded).layers)
+    names = [group.name for group in pruning(loaded).plan.groups]
     blocks = np.repeat([0, 1], 8)
     tried = 0
     while tried < 100:
@@ -49,8 +62,8 @@ def test_exact_counts_over_random_budgets_floors_and_locks(loaded):
         locks = [f"{name}$={rng.choice(['keep', 'prune'])}" for name in rng.choice(names, rng.integers(0, 5))]
         uniform = bool(rng.integers(2))
         count = int(rng.integers(1, 11))
-        backend = ExpertPruningBackend(loaded, min_per_layer=least, locks=locks, uniform=uniform)
-        allowed = parse_locks(locks, names)
+        backend = pruning(loaded, locks, min_per_layer=least, uniform=uniform)
+        allowed = np.array([[width in group.widths for width in (0, 16)] for group in backend.plan.groups])
         floor = max(3, least)
         try:
             problem = backend.problem(experts(str(count)))
@@ -98,7 +111,7 @@ def test_a_fraction_is_rounded_down(asked, experts_in_all, pruned):
 @pytest.mark.parametrize(
     ("settings", "asked", "words"),
     [
-        ({}, "1.5", "fraction below 1 or a whole number"),
+        ({}, "1.5", "fraction between 0 and 1 or a whole number"),
         ({}, "0.01", "less than one expert"),
         ({}, "11", "prune at most 10"),
         ({}, "0.9", "prune at most 10"),
@@ -114,7 +127,7 @@ def test_a_fraction_is_rounded_down(asked, experts_in_all, pruned):
 )
 def test_what_cannot_work_is_refused_before_any_work(loaded, settings, asked, words):
     with pytest.raises(ValueError, match=words):
-        ExpertPruningBackend(loaded, **settings).problem(experts(asked))
+        pruning(loaded, **settings).problem(experts(asked))
 
 
 def test_a_dense_model_is_refused():
@@ -129,11 +142,11 @@ def test_a_dense_model_is_refused():
         num_key_value_heads=2,
     )
     with pytest.raises(UnsupportedMoEError, match="llama"):
-        ExpertPruningBackend(wrap_model(transformers.LlamaForCausalLM(config)))
+        plan_groups(PruneConfig(model="any"), wrap_model(transformers.LlamaForCausalLM(config)))
 
 
 def test_a_mask_of_another_model_is_refused(loaded):
-    backend = ExpertPruningBackend(loaded)
+    backend = pruning(loaded)
     with pytest.raises(ValueError, match="another model"):
         backend.keep_of([KEEP] * 15)
     with pytest.raises(ValueError, match="another model"):
@@ -147,16 +160,16 @@ def test_a_mask_of_another_model_is_refused(loaded):
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_budgets_of_parameters_and_bytes_bound_what_is_written(name, kind, tmp_path):
     model = tiny_moe(name)
-    backend = ExpertPruningBackend(wrap_model(model))
-    weights = ExpertBudgets.of(model, backend.layers, kind)
-    full = weights.fixed + sum(w * c for w, c in zip(weights.per_expert, backend.counts, strict=True))
+    backend = pruning(wrap_model(model))
+    weights = ExpertShares.of(model, backend.layers, kind)
+    full = weights.fixed + sum(w * c for w, c in zip(weights.per_expert, backend.expert_counts, strict=True))
     if kind == "parameters":
         assert full == sum(p.numel() for p in model.parameters()) + sum(
             layer.correction.numel() for layer in backend.layers if layer.correction is not None
         )
     limit = full - sum(weights.per_expert) - 1
     problem = backend.problem(Budget.parse(**{kind: limit}))
-    solution = rco.solve_mckp(np.random.default_rng(0).random((len(backend.names), 2)), problem)
+    solution = rco.solve_mckp(np.random.default_rng(0).random((len(backend.plan.groups), 2)), problem)
     chosen = np.asarray(solution.allocation)
     chosen = rco.core.refine.spend(problem, chosen, np.zeros((len(chosen), 2)))
     # Nothing more would have fitted, and what was written obeys.
@@ -180,23 +193,23 @@ def test_objective_contract_and_restoration(mode):
     model = tiny_moe("qwen2_moe")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     expected = model(tokens().tokens).logits
-    backend = ExpertPruningBackend(wrap_model(model), mode=mode)
+    backend = pruning(wrap_model(model), gates=mode)
     with backend.objective(tokens(), tokens(2, seed=1)) as objective:
-        kept = torch.tensor([[0.0, 1.0]]).repeat(len(backend.names), 1).double()
+        kept = torch.tensor([[0.0, 1.0]]).repeat(len(backend.plan.groups), 1).double()
         assert float(objective.loss(kept, 0)) == pytest.approx(0.0, abs=1e-6)
         if mode == "scale":
-            check_objective(objective, len(backend.names), 2)
+            check_objective(objective, len(backend.plan.groups), 2)
         mask = kept.clone()
         mask[:2] = torch.tensor([1.0, 0.0]).double()
         gates = mask.requires_grad_()
         (gradient,) = torch.autograd.grad(objective.loss(gates, 0), gates)
-        assert gradient[:, KEEP].abs().sum() > 0
-        assert torch.equal(gradient[:, 0], torch.zeros_like(gradient[:, 0]))
+        assert gradient[:, 1 - KEEP].abs().sum() > 0
+        assert torch.equal(gradient[:, KEEP], torch.zeros_like(gradient[:, KEEP]))
         # The acceptance is one at the full model, and lower elsewhere.
         assert float(objective.acceptance(kept, 0)) == pytest.approx(1.0, abs=1e-5)
         assert float(objective.acceptance(mask.detach(), 0)) < 1.0
         # The selection split sees the deployed model in either mode.
-        chosen = torch.cat([torch.zeros(2), torch.ones(len(backend.names) - 2)])
+        chosen = torch.cat([torch.zeros(2), torch.ones(len(backend.plan.groups) - 2)])
         selection = float(objective.selection.loss(mask.detach(), 0))
     with expert_gates(model) as deployed, torch.no_grad():
         deployed.set_gates(chosen)
@@ -216,25 +229,25 @@ def test_masked_tokens_do_not_count_in_scores(loaded):
     mask = data.mask.clone()
     mask[2:] = False
     part = CalibrationSet(data.tokens, mask, data.domains, "test", 0, "calibration")
-    backend, alone = ExpertPruningBackend(loaded), ExpertPruningBackend(loaded)
-    backend.prepare(part)
-    alone.prepare(data.select([0, 1]))
+    backend, alone = pruning(loaded), pruning(loaded)
+    backend.score_experts(part)
+    alone.score_experts(data.select([0, 1]))
     for name in ("reap", "frequency", "mass"):
         for mine, theirs in zip(backend.scores[name], alone.scores[name], strict=True):
             torch.testing.assert_close(mine, theirs)
 
 
-def test_global_logits_order_by_relative_score():
+def test_logits_order_by_relative_score():
     scores = [torch.tensor([1.0, 3.0]), torch.tensor([100.0, 300.0, 200.0, 0.0])]
-    logits = global_logits(scores, 1.0)
+    logits = logits_from_scores(scores, 1.0)
     relative = torch.tensor([0.5, 1.5, 100 / 150, 2.0, 200 / 150, 0.0])
     assert torch.equal(logits.argsort(), relative.argsort())
     assert float(logits.min()) == -4.0
 
 
 def test_scores_as_methods_prune_the_lowest(loaded):
-    backend = ExpertPruningBackend(loaded)
-    backend.prepare(tokens())
+    backend = pruning(loaded)
+    backend.score_experts(tokens())
     problem = backend.problem(experts("4"))
     scores = backend.scores["reap"]
     with backend.objective(tokens(), tokens(2, seed=1)) as objective:
@@ -255,11 +268,13 @@ def test_scores_as_methods_prune_the_lowest(loaded):
 
 
 def test_search_beats_every_plain_choice_on_its_selection_split(loaded):
-    backend = ExpertPruningBackend(loaded, prior_strength=1.0)
-    backend.prepare(tokens(8))
+    backend = pruning(loaded)
+    backend.score_experts(tokens(8), sensitivity=8)
     problem = backend.problem(experts("5"))
     with backend.objective(tokens(8), tokens(4, seed=1)) as objective:
-        result = RCO(steps=12, samples=4, lr=0.3, refine=10).search(problem, objective, prior=backend.prior())
+        result = RCO(steps=12, samples=4, lr=0.3, refine=10).search(
+            problem, objective, **backend.beliefs(problem, "fisher", 1.0)
+        )
         rules = [
             cls().search(problem, objective, prior=score_table(backend.scores[score])).loss
             for cls in (TopGlobal, TopPerBlock)

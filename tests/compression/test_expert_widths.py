@@ -8,13 +8,13 @@ import torch
 
 import rco
 from rco.compression.accounting import Scheme, scheme_of
-from rco.compression.base import Budget
-from rco.compression.bit_costs import BitCosts, Visits
+from rco.compression.budget import Budget
 from rco.compression.candidates import CandidateSettings
+from rco.compression.compression import Compression
+from rco.compression.costs import Costs, Visits
 from rco.compression.expert_candidates import packed_candidate
 from rco.compression.plan import LEAVE_ALONE, PRUNED, make_plan
-from rco.compression.quantization import QuantizationBackend
-from rco.compression.sensitivity import fisher_differences, steadied_losses
+from rco.compression.second_order import steadied_losses
 from rco.core.problem import InfeasibleBudgetError
 from rco.data.calibration import CalibrationSet
 from rco.evaluation.size import average_bits, checkpoint_size
@@ -45,7 +45,7 @@ def make_backend(
     loaded = wrap_model(tiny_moe(name, dtype=dtype))
     linears = model_linears(loaded.layout, loaded.model, include_head=True)
     settings = {"group_size": None, "widths": (2, 3, 4), "symmetric": True, **plan}
-    backend = QuantizationBackend(
+    backend = Compression(
         loaded,
         make_plan(loaded.layout, linears, **settings),
         folder / "store",
@@ -170,12 +170,12 @@ def test_bits_over_experts_alone_and_over_everything(tmp_path):
 def test_active_bits_weigh_groups_by_their_visits(tmp_path):
     backend = make_backend(tmp_path)
     data = text()
-    backend.look_at_routing(data)
+    backend.count_visits(data)
     visits = backend.visits
     assert visits.tokens == int(data.mask.sum())
     for layer in moe_layers(backend.loaded.model):
         assert sum(visits.experts[layer.index]) == visits.tokens * layer.top_k
-    counted = BitCosts(backend.loaded.model, backend.plan, "active_bits", visits=visits)
+    counted = Costs(backend.loaded.model, backend.plan, "active_bits", visits=visits)
     for row, group in zip(counted.matrix, backend.plan.groups, strict=True):
         member = group.members[0]
         times = visits.tokens
@@ -236,7 +236,7 @@ def test_hessians_are_those_of_the_routed_tokens(name):
 def test_candidates_are_gptq_of_each_expert(tmp_path):
     backend = make_backend(tmp_path, name="qwen3_moe", method="gptq", group_size=8)
     data = text()
-    backend.prepare(data)
+    backend.candidates(data)
     info = next(i for i in backend.plan.experts if i.projection == "up" and i.expert == 3)
     # What its layer sees, from hooks on the full model.
     hessians = ExpertHessians(info.layer, data.tokens.numel(), 8)
@@ -270,7 +270,7 @@ def test_the_switched_model_is_the_checkpoint(plan, tmp_path, monkeypatch):
     pytest.importorskip("compressed_tensors")
     backend = make_backend(tmp_path, dtype=torch.float32, **plan)
     data = text()
-    backend.prepare(data)
+    backend.candidates(data)
     rng = np.random.default_rng(0)
     size = backend.costs("size")
     choices = np.array([backend.plan.widths.index(int(rng.choice(g.widths))) for g in backend.plan.groups])
@@ -316,7 +316,7 @@ def test_pruned_and_quantized_in_one(tmp_path, monkeypatch):
     backend = make_backend(tmp_path, name="qwen3_moe", allow_prune=True)
     assert backend.plan.widths == (PRUNED, 2, 3, 4)
     data = text()
-    backend.prepare(data)
+    backend.candidates(data)
     problem = backend.problem(Budget("size", Fraction(60_000)))
     choices = np.array([1 + i % 3 for i in range(problem.num_groups)])
     experts = [i for i, group in enumerate(backend.plan.groups) if PRUNED in group.widths]
@@ -337,14 +337,14 @@ def test_pruned_and_quantized_in_one(tmp_path, monkeypatch):
         i.parameters for i in names.values()
     )
     # Taking an expert out has a predicted cost, from the same pass as the widths.
-    differences = fisher_differences(backend, data)
+    differences = backend.differences(data)
     assert float(differences[:, experts, 0].abs().max()) > 0
 
 
 def test_errors_of_weights_are_those_of_every_expert(tmp_path):
     """What HIGGS reads, against the weights themselves; a pruned expert loses all of it."""
     backend = make_backend(tmp_path, name="qwen3_moe", allow_prune=True)
-    backend.prepare(text())
+    backend.candidates(text())
     table, problem = backend.option_errors(), backend.problem(Budget("bits", Fraction(2)))
     weights = backend.weights_of(
         problem.allocation(np.full(problem.num_groups, backend.plan.widths.index(2)))
@@ -374,7 +374,7 @@ def test_layer_errors_are_those_of_one_projection_at_a_time(name, tmp_path):
     """Against the block's own output with that matrix replaced in the model."""
     backend = make_backend(tmp_path, name=name, experts="projection", locks=LOCKS[name])
     data = text(sequences=2)
-    backend.prepare(data)
+    backend.candidates(data)
     table = backend.layer_errors(data)
     layer = moe_layers(backend.loaded.model)[-1]
     inputs = []
@@ -410,7 +410,7 @@ def test_layer_errors_are_those_of_one_projection_at_a_time(name, tmp_path):
             sum(norms), rel=1e-3, abs=1e-5
         )
     other = make_backend(tmp_path / "other", name=name)
-    other.prepare(data)
+    other.candidates(data)
     with pytest.raises(ValueError, match=r"other groups.*`lock='attention=16'`"):
         other.layer_errors(data)
 
@@ -429,7 +429,7 @@ LOCKS = {
 )
 def test_bytes_hold_for_every_preset_and_engines_take_the_config(serve, widths, tmp_path):
     backend = make_backend(tmp_path, serve=serve, widths=widths, symmetric=None)
-    backend.prepare(text())
+    backend.candidates(text())
     size = backend.costs("size")
     allowed = [[backend.plan.widths.index(w) for w in group.widths] for group in backend.plan.groups]
     ends = [

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoConfig
 
 import rco
-from rco.compression.base import Budget
+from rco.compression.budget import Budget
 from rco.compression.candidates import CandidateSettings
+from rco.compression.compression import Compression
 from rco.compression.gguf_file import GGUFFile
 from rco.compression.plan import make_plan
-from rco.compression.quantization import QuantizationBackend
 from rco.export.llama_cpp import LlamaCppExporter
 from rco.formats.packing import PackedWeight
 from rco.models.layout import layout_for
@@ -46,7 +46,7 @@ def test_llamacpp_counts_sixteen_bits_for_what_it_stores_in_sixteen(tmp_path):
     loaded = wrap_model(model)
     linears, file = loaded.layout.linears(model, include_head=True), GGUFFile.of(loaded.layout, model)
     plan = make_plan(loaded.layout, linears, serve="llamacpp", gguf=file, locks=["attention=16"])
-    backend = QuantizationBackend(loaded, plan, tmp_path)
+    backend = Compression(loaded, plan, tmp_path)
     bits, stored = backend.costs("bits"), backend.costs("bpw")
     for info in plan.linears:
         assert bits.of(info, 16) == stored.of(info, 16) == 16 * info.parameters
@@ -57,7 +57,7 @@ def test_llamacpp_budgets_count_blocks(tmp_path):
     loaded = wrap_model(model)
     linears, file = loaded.layout.linears(model, include_head=True), GGUFFile.of(loaded.layout, model)
     plan = make_plan(loaded.layout, linears, serve="llamacpp", gguf=file)
-    backend = QuantizationBackend(loaded, plan, tmp_path)
+    backend = Compression(loaded, plan, tmp_path)
     problem = backend.problem(Budget.parse(bpw="5"))
     for row, group in zip(problem.unit_costs[0], plan.groups, strict=True):
         for cost, width in zip(row.tolist(), plan.widths, strict=True):
@@ -88,7 +88,7 @@ def test_experts_share_a_type_for_each_projection_of_a_layer(tmp_path):
     assert len(groups) == 3 * 3  # blocks times projections
     for group in groups:
         assert group.widths == ((4, 5, 8) if group.members[0].in_features == 32 else (2, 3, 4, 5, 6, 8))
-    problem = QuantizationBackend(loaded, plan, tmp_path).problem(Budget.parse(bpw="5"))
+    problem = Compression(loaded, plan, tmp_path).problem(Budget.parse(bpw="5"))
     row = problem.groups.index(groups[0].name)
     kind = file.type_of(groups[0].members[0], 3)
     assert problem.unit_costs[0][row][plan.widths.index(3)] == kind.bits_per_weight * groups[0].parameters
@@ -108,9 +108,7 @@ def test_bytes_of_experts_hold_in_what_the_recipe_asks_for(architecture, tmp_pat
     linears = model_linears(loaded.layout, loaded.model, include_head=True)
     file = GGUFFile.of(loaded.layout, loaded.model)
     plan = make_plan(loaded.layout, linears, serve="llamacpp", gguf=file)
-    backend = QuantizationBackend(
-        loaded, plan, tmp_path, settings=CandidateSettings(method="rtn", clip="minmax")
-    )
+    backend = Compression(loaded, plan, tmp_path, settings=CandidateSettings(method="rtn", clip="minmax"))
     backend.set_packed(_rounded(plan))
     low, high = (int(end.split()[0].replace(",", "")) for end in backend.budget_range("size"))
     shapes = {tensor.name: (tensor.rows, tensor.columns) for tensor in file.tensors.values()}

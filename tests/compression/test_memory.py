@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rco.compression.candidates import option_label
-from rco.compression.memory import pruning_memory, saved_bytes_per_token, search_memory
-from rco.compression.plan import make_plan
-from rco.compression.quantization import QuantizationBackend
-from rco.compression.switched import switched_model
+from rco.compression.compression import Compression
+from rco.compression.memory import saved_bytes_per_token, search_memory
+from rco.compression.plan import make_plan, make_removal_plan
+from rco.compression.switched_model import switched_model
 from rco.formats.packing import PackedWeight, pack
 from rco.formats.streaming import STREAM_SLOTS, pinned
 from rco.models.moe.linears import model_linears
@@ -87,7 +87,7 @@ def test_originals_are_given_up_by_linears_that_never_take_them(loaded, kind):
         }
         for info in plan.linears
     }
-    with switched_model(loaded.model, plan, packed) as switched:
+    with switched_model(loaded, plan, packed) as switched:
         holding = {
             info.name
             for info in plan.linears
@@ -126,7 +126,7 @@ def test_only_originals_that_nobody_holds_are_moved_to_the_host(shape, settings,
     loaded = random_model(shape, device="cpu", dtype=torch.float32)
     linears = model_linears(loaded.layout, loaded.model)
     plan = make_plan(loaded.layout, linears, group_size=32, **settings)
-    backend = QuantizationBackend(loaded, plan, Path("unused"))
+    backend = Compression(loaded, plan, Path("unused"))
     packed = {
         name: {option_label(width): random_packed(rows, cols, width, 32, CPU) for width in (2, 4)}
         for name, (rows, cols) in stored_shapes(plan.linears).items()
@@ -134,7 +134,7 @@ def test_only_originals_that_nobody_holds_are_moved_to_the_host(shape, settings,
     backend.set_packed(packed)
     moved = []
     monkeypatch.setattr(
-        "rco.compression.quantization.parked", lambda weights: nullcontext(moved.extend(weights))
+        "rco.compression.compression.parked", lambda weights: nullcontext(moved.extend(weights))
     )
     needed = search_memory(loaded, plan, tokens=64, dtype=torch.float32, checkpointing=False, offload=False)
     with pretend_gpu(monkeypatch):
@@ -177,7 +177,7 @@ def test_what_is_streamed_needs_a_few_buffers_of_the_largest_layer(locks):
         def restart(self):
             pass
 
-    with switched_model(loaded.model, plan, packed, stream=Stream()):
+    with switched_model(loaded, plan, packed, stream=Stream()):
         pass
     needed = search_memory(loaded, plan, tokens=64, dtype=torch.float32, checkpointing=False, offload=True)
     assert needed.candidates == pytest.approx(STREAM_SLOTS * max(streamed), rel=0.1)
@@ -186,11 +186,14 @@ def test_what_is_streamed_needs_a_few_buffers_of_the_largest_layer(locks):
 
 def test_pruning_keeps_what_its_backward_pass_reads():
     sparse = random_model("quick-moe", device="cpu", dtype=torch.float32)
+    plan = make_removal_plan(model_linears(sparse.layout, sparse.model))
     tokens, hidden, inner, top_k, layers = 4096, 64, 32, 2, 2
     gc.collect()
     before = tensors()
     plain, less = (
-        pruning_memory(sparse, tokens=tokens, dtype=torch.float32, checkpointing=checkpointing)
+        search_memory(
+            sparse, plan, tokens=tokens, dtype=torch.float32, checkpointing=checkpointing, offload=False
+        )
         for checkpointing in (False, True)
     )
     gc.collect()

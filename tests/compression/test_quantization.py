@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 import rco
 from rco.compression import candidates
-from rco.compression.base import Budget
+from rco.compression.budget import Budget
 from rco.compression.candidates import CandidateSettings
+from rco.compression.compression import Compression
 from rco.compression.plan import make_plan
-from rco.compression.quantization import QuantizationBackend
-from rco.compression.sensitivity import curvature, fisher_differences, logits_from_losses, predicted_losses
-from rco.compression.switched import SwitchedModel
+from rco.compression.priors import logits_from_losses
+from rco.compression.second_order import curvature, predicted_losses
+from rco.compression.switched_model import SwitchedModel
 from rco.core.refine import spend
 from rco.data.calibration import CalibrationSet
 from rco.evaluation.size import average_bits, checkpoint_size
@@ -44,9 +45,9 @@ def make_backend(folder, model_type="llama", dtype=torch.float32, model_argument
     loaded = wrap_model(model)
     linears = loaded.layout.linears(model, include_head=True)
     plan = make_plan(loaded.layout, linears, **{"group_size": None, "widths": (2, 3, 4), **plan_arguments})
-    backend = QuantizationBackend(loaded, plan, folder / "store", settings=CandidateSettings(batch_size=2))
+    backend = Compression(loaded, plan, folder / "store", settings=CandidateSettings(batch_size=2))
     data = text(model.config.vocab_size)
-    backend.prepare(data)
+    backend.candidates(data)
     return backend, data
 
 
@@ -69,8 +70,14 @@ def test_an_interruption_while_the_disk_is_slow_costs_no_block_that_was_made(tmp
         write(store, path, index, tensors)
 
     monkeypatch.setattr(CandidateStore, "_write_file", slowly)
-    with pytest.raises(KeyboardInterrupt):
-        make_backend(tmp_path, model_arguments={"num_hidden_layers": 4})
+    handler = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell may start tests with it ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            make_backend(tmp_path, model_arguments={"num_hidden_layers": 4})
+    finally:
+        signal.signal(signal.SIGINT, handler)
     manifest = json.loads((tmp_path / "store" / "manifest.json").read_text())
     assert sorted(manifest["blocks"]) == [str(index) for index in begun] == ["0", "1", "2"]
 
@@ -224,7 +231,7 @@ def test_noise_has_the_size_that_was_asked_for_and_leaves_no_trace(tmp_path, hea
 def test_fisher_losses_predict_small_changes(tmp_path):
     # At eight bits the second-order term is all there is; its estimate is unbiased over draws.
     backend, data = make_backend(tmp_path, widths=(4, 8))
-    differences = torch.cat([fisher_differences(backend, data, seed=seed) for seed in range(12)])
+    differences = torch.cat([backend.differences(data, seed=seed) for seed in range(12)])
     predicted = predicted_losses(differences)
     assert predicted.shape == (len(backend.plan.groups), 2)
     assert (predicted[:, 0] > predicted[:, 1]).all()
@@ -385,6 +392,6 @@ def test_a_store_of_another_model_is_refused(tmp_path):
     other = wrap_model(tiny_model("llama", seed=9))
     linears = other.layout.linears(other.model, include_head=True)
     plan = make_plan(other.layout, linears, group_size=None, widths=(2, 3, 4))
-    backend = QuantizationBackend(other, plan, tmp_path / "store", settings=CandidateSettings(batch_size=2))
+    backend = Compression(other, plan, tmp_path / "store", settings=CandidateSettings(batch_size=2))
     with pytest.raises(ValueError, match="model"):
-        backend.prepare(text(other.model.config.vocab_size))
+        backend.candidates(text(other.model.config.vocab_size))

@@ -14,11 +14,10 @@ import torch
 from expert_cases import experts_case
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rco.compression.base import Budget
+from rco.compression.budget import Budget
 from rco.compression.candidates import option_label
-from rco.compression.expert_problem import KEEP
+from rco.compression.compression import Compression
 from rco.compression.plan import make_plan
-from rco.compression.quantization import QuantizationBackend
 from rco.compression.recording import NumbersOnDevice, Recording
 from rco.formats.packing import PackedWeight
 from rco.formats.switchable import LayerOptions
@@ -26,6 +25,7 @@ from rco.studies.step_bench import sampled_gates
 from rco.studies.step_cases import WIDTHS, make_case, random_packed
 
 CPU = torch.device("cpu")
+KEEP = 1
 
 
 class RunAgain:
@@ -86,7 +86,7 @@ def case_of(kind, folder):
     linears = case.loaded.layout.linears(case.loaded.model, include_head=True)
     locks = ["head=4", "model.layers.0.mlp.down_proj=3", "model.layers.1.mlp.down_proj=16"]
     plan = make_plan(case.loaded.layout, linears, widths=WIDTHS, group_size=32, symmetric=False, locks=locks)
-    backend = QuantizationBackend(case.loaded, plan, Path("unused"))
+    backend = Compression(case.loaded, plan, Path("unused"))
     backend.set_packed(
         {
             info.name: {

@@ -51,7 +51,7 @@ def test_streamed_experts_give_the_samples_of_resident_ones(prune, checkpointing
     case = experts_case(tmp_path, CPU, torch.float32, prune=prune)
     case.backend.checkpointing = checkpointing
     wanted = samples_of(case)
-    monkeypatch.setattr("rco.compression.quantization.OptionStream", HostStream)
+    monkeypatch.setattr("rco.compression.compression.OptionStream", HostStream)
     monkeypatch.setattr(HostStream, "fetched", 0)
     case.backend.memory = "offload"
     case.backend.forget_candidates()

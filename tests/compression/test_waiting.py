@@ -8,7 +8,7 @@ import torch
 from expert_cases import experts_case
 from pretend_gpu import GPU, pretend_gpu
 
-from rco.compression.quantization import QuantizationBackend
+from rco.compression.compression import Compression
 from rco.formats.packing import PackedWeight
 from rco.formats.switchable import LayerOptions
 from rco.models.loading import wrap_model
@@ -30,7 +30,7 @@ def case_of(kind, folder):
 def moved(case):
     """Put a case on the GPU: the model, and its packed options."""
     case.loaded.model.to(GPU)
-    if isinstance(case.backend, QuantizationBackend):
+    if isinstance(case.backend, Compression):
         packed = case.backend.packed()
         case.backend.set_packed({n: {k: w.to(GPU) for k, w in o.items()} for n, o in packed.items()})
 
@@ -53,7 +53,7 @@ def test_samples_are_launched_without_waiting(kind, checkpointing, monkeypatch, 
     with case.backend.objective(case.data) as objective:
         wanted = [objective.enqueue(*request)() for request in requests]
     # Parking moves parameters to the host for good, which pretended ones cannot.
-    monkeypatch.setattr("rco.compression.quantization.parked", lambda modules: nullcontext())
+    monkeypatch.setattr("rco.compression.compression.parked", lambda modules: nullcontext())
     with pretend_gpu(monkeypatch) as gpu:
         moved(case)
         with case.backend.objective(case.data) as objective:
@@ -98,7 +98,7 @@ def check_recording(model, job, monkeypatch, caplog):
     requests = [(gates, batch) for batch, gates in enumerate(sampled_gates(case, 2))]
     with case.backend.objective(case.data) as objective:
         wanted = [objective.enqueue(*request)() for request in requests]
-    monkeypatch.setattr("rco.compression.quantization.parked", lambda modules: nullcontext())
+    monkeypatch.setattr("rco.compression.compression.parked", lambda modules: nullcontext())
     monkeypatch.setattr(LayerOptions, "chosen_decoder", decoder_by_place)
     with pretend_gpu(monkeypatch) as gpu:
         monkeypatch.setattr("rco.compression.recording.captured", gpu.captured)

@@ -9,7 +9,7 @@ import torch
 import rco
 import rco.core.evaluation
 import rco.core.search
-from rco.compression.sensitivity import logits_from_losses
+from rco.compression.priors import logits_from_losses
 from rco.core.relaxation import batch_order, expected_cost, gumbel_noise, straight_through, temperature
 from rco.testing import NetworkObjective, QuadraticObjective, random_problem, true_optimum
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rco
-from rco.compression.sensitivity import logits_from_losses
+from rco.compression.priors import logits_from_losses
 from rco.testing import QuadraticObjective
 
 N, K = 7, 3

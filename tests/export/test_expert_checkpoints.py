@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from rco.compression.accounting import DENSE, Scheme
-from rco.compression.base import Budget
+from rco.compression.budget import Budget
 from rco.compression.candidates import CandidateSettings
+from rco.compression.compression import Compression
 from rco.compression.plan import make_plan
-from rco.compression.quantization import QuantizationBackend
 from rco.data.calibration import CalibrationSet
 from rco.evaluation.size import read_headers
 from rco.export import CompressedTensorsExporter, DenseExporter, validate_for_engine
@@ -57,7 +57,7 @@ def make_backend(folder, name, **plan):
     settings = {"group_size": GROUP, "widths": (2, 3, 4), **plan}
     if name == "qwen2_moe":
         settings["skips"] = ["shared_expert"]  # rows of 24
-    return QuantizationBackend(
+    return Compression(
         loaded,
         make_plan(loaded.layout, linears, **settings),
         folder / "store",
@@ -91,7 +91,7 @@ def test_stock_transformers_gives_the_evaluated_logits(tmp_path):
             ("any", [], DenseExporter()),
         ):
             backend = make_backend(tmp_path / name / serve, name, serve=serve, locks=locks)
-            backend.prepare(text())
+            backend.candidates(text())
             allocation = random_allocation(backend)
             folder = tmp_path / f"{name}-{serve}"
             source, weights = backend.deployed(allocation)
@@ -121,7 +121,7 @@ def test_experts_of_several_widths_are_an_error_without_the_code_that_they_bring
     monkeypatch.setenv("TQDM_DISABLE", "1")
     pytest.importorskip("compressed_tensors")
     backend = make_backend(tmp_path, "qwen3_moe", serve="vllm")
-    backend.prepare(text())
+    backend.candidates(text())
     assert len({info.layer.index for info in backend.plan.experts}) > 1
     for first, others in ((2, 4), (4, 2), (3, 4)):
         widths = [
@@ -149,7 +149,7 @@ def test_widths_and_pruning_load_with_the_code_that_they_bring(name, tmp_path, m
     monkeypatch.setenv("TQDM_DISABLE", "1")
     pytest.importorskip("compressed_tensors")
     backend = make_backend(tmp_path, name, allow_prune=True)
-    backend.prepare(text())
+    backend.candidates(text())
     allocation = random_allocation(backend, seed=3)
     assert 0 in backend.choice_of(allocation).values()
     source, weights = backend.deployed(allocation)
@@ -172,7 +172,7 @@ def test_dense_checkpoints_of_uneven_layers_bring_their_code(tmp_path, monkeypat
 
     monkeypatch.setenv("TQDM_DISABLE", "1")
     backend = make_backend(tmp_path, "qwen3_moe", allow_prune=True)
-    backend.prepare(text())
+    backend.candidates(text())
     allocation = random_allocation(backend, seed=3)
     source, weights = backend.deployed(allocation)
     DenseExporter().export(source, weights, tmp_path / "out")
@@ -219,7 +219,7 @@ def vllm_names(layer):
 @pytest.mark.parametrize("name", [n for n in ARCHITECTURES if MOE_ARCHITECTURES[n].separable])
 def test_vllm_finds_one_scheme_and_every_tensor_of_each_layer(name, tmp_path):
     backend = make_backend(tmp_path, name, serve="vllm", locks=["layers.2.mlp.experts=16"])
-    backend.prepare(text())
+    backend.candidates(text())
     allocation = random_allocation(backend, seed=1)
     source, weights = backend.deployed(allocation)
     CompressedTensorsExporter().export(source, weights, tmp_path / "out", engine="vllm")
@@ -253,7 +253,7 @@ def test_mixtral_is_stored_under_the_names_of_its_checkpoints(tmp_path, monkeypa
     tokens = text().tokens
     for serve in ("any", "vllm", "transformers"):
         backend = make_backend(tmp_path / serve, "mixtral", serve=serve)
-        backend.prepare(text())
+        backend.candidates(text())
         allocation = random_allocation(backend)
         source, weights = backend.deployed(allocation)
         folder = tmp_path / f"out-{serve}"
@@ -340,7 +340,7 @@ def test_candidates_do_not_depend_on_what_is_tied(tmp_path):
     backends[0].prepare(text())
     for backend in backends[1:]:
         backend.check_store(text())  # refuses candidates that were made differently
-        backend.prepare(text())
+        backend.candidates(text())
         assert backend.store.complete
     assert len({tuple(i.name for i in b.plan.linears) for b in backends}) == 1
     names = [{m.name for group in b.plan.groups for m in group.members} for b in backends]

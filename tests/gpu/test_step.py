@@ -8,7 +8,6 @@ import pytest
 import torch
 from expert_cases import experts_case
 
-from rco.compression.expert_problem import KEEP
 from rco.core.transfer import send
 from rco.formats.streaming import pinned
 from rco.losses import chunked_kl
@@ -179,7 +178,7 @@ def recorded_case(kind, folder):
 
 def all_kept(case):
     """Gates that prune no expert."""
-    return torch.eye(2, dtype=torch.float64)[KEEP].expand(case.problem.num_groups, 2).contiguous()
+    return torch.eye(2, dtype=torch.float64)[1].expand(case.problem.num_groups, 2).contiguous()
 
 
 def test_a_recording_without_room_for_a_sample_is_made_anew():

@@ -116,7 +116,7 @@ def test_unwanted_options_get_no_gradient_and_no_work():
     wanted[:, 1] = False
     found = []
     for mask in (None, wanted):
-        with switchable_experts(model, options, rows, mask) as experts:
+        with switchable_experts(model, options, rows, wanted=mask) as experts:
             leaf = gates.clone().requires_grad_()
             experts.set_gates(leaf, [0] * count)
             (gradient,) = torch.autograd.grad(loss_of(model(tokens, use_cache=False).logits), leaf)
@@ -138,7 +138,7 @@ def test_pruned_experts_are_routed_around(name):
     out = torch.rand(count, generator=generator) < 0.2
     choices = torch.where(out, 0, original)
     gates = torch.nn.functional.one_hot(choices, K + 1).double()
-    with switchable_experts(model, options, rows) as experts:
+    with switchable_experts(model, options, rows, removed=0) as experts:
         leaf = gates.clone().requires_grad_()
         experts.set_gates(leaf, choices.tolist())
         logits = model(tokens, use_cache=False).logits

@@ -26,16 +26,16 @@ SMALL = {"num_hidden_layers": 2, "dtype": torch.float32}
 def check_logits(run, ids):
     """Stock transformers compute what the run's own evaluation computes."""
     planned, allocation, _ = plan_export(ExportConfig(run=run, format="dense"))
-    with planned.backend.apply(allocation) as applied:
+    with planned.compression.apply(allocation) as applied:
         expected = applied.model(ids).logits.float()
     stock = AutoModelForCausalLM.from_pretrained(run / "model").eval()
     with torch.no_grad():
         stock(ids)  # decompresses, in the checkpoint's own type
-        with computing_in(stock, planned.backend.compute_dtype):
+        with computing_in(stock, planned.compression.compute_dtype):
             found = stock(ids).logits.float()
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-    linears = {info.name: info for info in planned.backend.plan.linears}
-    weights = planned.backend.weights_of(allocation)
+    linears = {info.name: info for info in planned.compression.plan.linears}
+    weights = planned.compression.weights_of(allocation)
     assert weights
     for name, packed in weights.items():
         weight = stock.get_submodule(name).weight
@@ -138,7 +138,7 @@ def test_mixtures_of_experts_from_a_folder_to_the_same_logits(tmp_path, capsys, 
     assert not metrics.get("engine", {}).get("violations")
     tokens = torch.arange(24)[None] * 31 % 8192
     planned, allocation, _ = plan_export(ExportConfig(run=out, format="dense"))
-    with planned.backend.apply(allocation) as applied:
+    with planned.compression.apply(allocation) as applied:
         expected = applied.model(tokens).logits
     own_code = bool(list((out / "model").glob("*.py")))
     assert ("trust_remote_code=True" in capsys.readouterr().out) == own_code
@@ -188,7 +188,7 @@ def test_a_size_is_the_size_of_the_files(tmp_path):
 
 def _range(folder):
     from rco.pipeline.configs import QuantizeConfig
-    from rco.pipeline.quantize import plan_quantization
+    from rco.pipeline.planning import plan_compression
 
     config = QuantizeConfig(model=str(folder), bits="3", widths="2,4,8", group_size=16)
-    return plan_quantization(config).backend.budget_range("size")
+    return plan_compression(config).backend.budget_range("size")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rco.compression.memory import SearchMemory
-from rco.pipeline import estimate, prune_estimate
+from rco.pipeline import estimate
 from rco.pipeline.configs import PruneConfig, QuantizeConfig
 from rco.pipeline.estimate import choose_residency
 
@@ -65,15 +65,16 @@ def test_a_model_on_several_gpus_keeps_candidates_beside_its_linears(choose):
 
 
 def test_the_reference_of_pruning_is_in_host_memory(monkeypatch):
-    monkeypatch.setattr(prune_estimate, "forward_seconds", lambda *_: 1e-6)
+    monkeypatch.setattr(estimate, "forward_seconds", lambda *_: 1e-6)
     counted = SearchMemory(weights=1000, originals=0, candidates=0, activations=100, workspace=10)
-    monkeypatch.setattr(prune_estimate, "pruning_memory", lambda *_, **__: counted)
     head = SimpleNamespace(weight=torch.empty(100, 8))
     found = {}
     for device in ("cpu", "cuda"):
         layout = SimpleNamespace(head=lambda _: head)
         loaded = SimpleNamespace(model=None, layout=layout, device=torch.device(device))
-        backend = SimpleNamespace(loaded=loaded, compute_dtype=torch.bfloat16)
-        found[device] = prune_estimate.estimate_pruning(backend, PruneConfig(model="any", experts="0.25"))
+        plan = SimpleNamespace(removes_only=True)
+        compression = SimpleNamespace(loaded=loaded, compute_dtype=torch.bfloat16, plan=plan)
+        config = PruneConfig(model="any", experts="0.25")
+        found[device] = estimate.estimate(compression, config, "resident", counted)
     assert found["cuda"].reference_bytes == found["cpu"].reference_bytes > 0
     assert found["cpu"].memory - found["cuda"].memory == found["cuda"].reference_bytes

@@ -35,13 +35,11 @@ def load(name):
 def planned(monkeypatch):
     """Counts what really goes through the pipeline's planning."""
     import rco.pipeline.ablations
-    import rco.pipeline.prune
-    import rco.pipeline.quantize
+    import rco.pipeline.planning
 
     seen = []
     for module, name in (
-        (rco.pipeline.quantize, "plan_quantization"),
-        (rco.pipeline.prune, "plan_pruning"),
+        (rco.pipeline.planning, "plan_compression"),
         (rco.pipeline.ablations, "plan_ablations"),
     ):
         original = getattr(module, name)

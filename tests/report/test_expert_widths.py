@@ -5,14 +5,14 @@ import re
 import pytest
 import torch
 
-from rco.compression.base import Budget
+from rco.compression.budget import Budget
 from rco.compression.candidates import CandidateSettings
+from rco.compression.compression import Compression
 from rco.compression.plan import make_plan
-from rco.compression.quantization import QuantizationBackend
 from rco.data.calibration import CalibrationSet
 from rco.models.loading import wrap_model
 from rco.models.moe.linears import model_linears
-from rco.pipeline.expert_widths import describe_experts
+from rco.pipeline.describe import _expert_widths
 from rco.report.data import ReportError, RunData
 from rco.report.expert_widths import expert_width_layers, expert_width_section
 from rco.report.usage import loading
@@ -82,15 +82,15 @@ def test_the_record_counts_what_candidates_were_made_of(minimum, tmp_path):
         symmetric=True,
     )
     settings = CandidateSettings(sweeps=0, expert_tokens=minimum)
-    backend = QuantizationBackend(loaded, plan, tmp_path, settings=settings)
+    backend = Compression(loaded, plan, tmp_path, settings=settings)
     tokens = tiny_tokens(0, 1, 6)
     text = CalibrationSet(
         tokens, torch.ones_like(tokens, dtype=torch.bool), ("random",), "random", 0, "calibration"
     )
-    backend.prepare(text)
-    backend.look_at_routing(text)
+    backend.candidates(text)
+    backend.count_visits(text)
     problem = backend.problem(Budget.parse(bits="3"))
-    found = describe_experts(backend, problem.allocation([0] * len(plan.groups)))["expert_widths"]
+    found = _expert_widths(backend, problem.allocation([0] * len(plan.groups)))["expert_widths"]
     visits = torch.tensor([backend.visits.experts[layer] for layer in range(3)])
     assert found["unvisited"] == int((visits == 0).sum()) > 0
     assert found["minimum_tokens"] == minimum

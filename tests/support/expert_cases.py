@@ -1,9 +1,9 @@
 """A mixture of experts whose experts have widths, for tests of a sample of the search."""
 
-from rco.compression.base import Budget
+from rco.compression.budget import Budget
 from rco.compression.candidates import CandidateSettings
+from rco.compression.compression import Compression
 from rco.compression.plan import make_plan
-from rco.compression.quantization import QuantizationBackend
 from rco.models.moe.linears import model_linears
 from rco.models.shapes import random_model
 from rco.studies.step_cases import Case, random_tokens
@@ -22,7 +22,7 @@ def experts_case(
         symmetric=False,
         allow_prune=prune,
     )
-    backend = QuantizationBackend(loaded, plan, folder, settings=CandidateSettings(method="rtn"))
+    backend = Compression(loaded, plan, folder, settings=CandidateSettings(method="rtn"))
     data = random_tokens(loaded, 4, length)
-    backend.prepare(data)
+    backend.candidates(data)
     return Case(loaded, backend, backend.problem(Budget.parse(bits="3")), data)

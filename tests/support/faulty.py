@@ -88,7 +88,7 @@ def main():
     for module in (
         "rco.cli.app",
         "rco.pipeline.progress",
-        "rco.pipeline.quantize",
+        "rco.pipeline.compress",
         "transformers.models.llama.modeling_llama",
     ):
         importlib.import_module(module)  # once, for all children

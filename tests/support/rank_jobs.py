@@ -98,11 +98,11 @@ def quantize_in_memory(folder, most_blocks=None):
     """Candidates, sensitivities and a search on a small random model: (hashes of files, differences, result)."""
     from fractions import Fraction
 
-    from rco.compression.base import Budget
+    from rco.compression.budget import Budget
     from rco.compression.candidates import CandidateSettings
+    from rco.compression.compression import Compression
     from rco.compression.plan import make_plan
-    from rco.compression.quantization import QuantizationBackend
-    from rco.compression.sensitivity import curvature, fisher_differences
+    from rco.compression.second_order import curvature
     from rco.data.calibration import CalibrationSet
     from rco.models.loading import wrap_model
     from rco.store import CandidateStore
@@ -117,7 +117,7 @@ def quantize_in_memory(folder, most_blocks=None):
         linears = loaded.layout.linears(loaded.model, include_head=True)
         plan = make_plan(loaded.layout, linears, group_size=None, widths=(2, 3, 4))
         settings = CandidateSettings(batch_size=2, clip="minmax", sweeps=0)
-        backend = QuantizationBackend(loaded, plan, folder, settings=settings, ranks=ranks)
+        backend = Compression(loaded, plan, folder, settings=settings, ranks=ranks)
         if most_blocks is not None and ranks.first:
             enter, entered = CandidateStore.enter, []
 
@@ -128,8 +128,8 @@ def quantize_in_memory(folder, most_blocks=None):
                 enter(store, index, entry)
 
             CandidateStore.enter = stop
-        backend.prepare(data)
-        differences = fisher_differences(backend, data, seed=3)
+        backend.candidates(data)
+        differences = backend.differences(data, seed=3)
         backend.curvature = curvature(differences)
         files = {block: entry["sha256"] for block, entry in backend.store.manifest["blocks"].items()}
         result = None
@@ -169,8 +169,8 @@ def fail_at_a_block(folder, rank, blocks):
     """Candidates of six blocks; one rank fails when it has made so many."""
     from rco.compression import candidates
     from rco.compression.candidates import CandidateSettings
+    from rco.compression.compression import Compression
     from rco.compression.plan import make_plan
-    from rco.compression.quantization import QuantizationBackend
     from rco.models.loading import wrap_model
     from rco.studies.step_cases import random_tokens
     from rco.testing.tiny_models import tiny_model
@@ -189,5 +189,5 @@ def fail_at_a_block(folder, rank, blocks):
 
         candidates.quantize_matrix = failing
         settings = CandidateSettings(method="rtn", clip="minmax")
-        backend = QuantizationBackend(loaded, plan, folder, settings=settings, ranks=ranks)
-        backend.prepare(random_tokens(loaded, 2, 16))
+        backend = Compression(loaded, plan, folder, settings=settings, ranks=ranks)
+        backend.candidates(random_tokens(loaded, 2, 16))

@@ -13,8 +13,7 @@ _context.set_forkserver_preload(
         "torch.distributed",
         "rco.cli.app",
         "rco.pipeline.progress",
-        "rco.pipeline.prune",
-        "rco.pipeline.quantize",
+        "rco.pipeline.compress",
         "transformers.models.llama.modeling_llama",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
     ]

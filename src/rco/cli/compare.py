@@ -9,8 +9,7 @@ import typer
 
 from rco.cli.jobs import interruptible
 from rco.cli.options import Switches, command_from_config
-from rco.pipeline.compare_configs import CompareQuantizeConfig
-from rco.pipeline.configs import ComparePruneConfig
+from rco.pipeline.configs import ComparePruneConfig, CompareQuantizeConfig
 
 if TYPE_CHECKING:
     from rco.pipeline.compare import Comparison
@@ -31,22 +30,32 @@ def _prune(config: ComparePruneConfig, switches: Switches) -> None:
 
     rco compare prune MODEL --experts 0.5 --methods rco,rco@0.1,evoesap,reap --seeds 5
     """
-    from rco.pipeline.compare import parse_methods
-    from rco.pipeline.compare_prune import PruneContest, compare_pruning, resolve_method
+    _compare(config, switches)
+
+
+def _quantize(config: CompareQuantizeConfig, switches: Switches) -> None:
+    """Compare ways of choosing widths: the same candidates, tokens and evaluation, several seeds.
+
+    rco compare quantize tiny-llama --bits 2.5 --seeds 1
+
+    rco compare quantize MODEL --bits 2.25,2.5,4.0 --methods rco,evopress,higgs --allowance tokens=5e6 --sweep
+    """
+    _compare(config, switches)
+
+
+def _compare(config: CompareQuantizeConfig | ComparePruneConfig, switches: Switches) -> None:
+    from rco.pipeline.compare import compare, list_jobs, make_contest
     from rco.pipeline.progress import make_progress
-    from rco.pipeline.prune import plan_pruning
 
     if switches.dry_run:
-        planned = plan_pruning(config)
-        listed = [label for label, name, _ in parse_methods(config.methods) if resolve_method(name)]
-        tokens = PruneContest(config, planned).tokens
-        typer.echo(
-            f"would run {', '.join(listed)} with {config.seeds} seeds and {tokens:,} tokens each; "
-            f"{len(planned.backend.names) - planned.kept} of {len(planned.backend.names)} experts pruned"
-        )
+        jobs, contest = list_jobs(config), make_contest(config)
+        most = f"{contest.allowance.tokens:,} tokens" if contest.allowance.tokens else "unlimited tokens"
+        typer.echo(f"would run {len(jobs)} searches, at most {most} each:")
+        for job in jobs:
+            typer.echo(f"  {job.name}")
         return
     with interruptible(), make_progress(switches.quiet or switches.as_json) as progress:
-        outcome = compare_pruning(config, progress)
+        outcome = compare(config, progress)
     _show(outcome, switches.as_json)
 
 
@@ -79,28 +88,6 @@ def _show(outcome: Comparison, as_json: bool) -> None:
     typer.echo(f"tables      {outcome.folder}/comparison.md, .csv, .json")
     for path in outcome.plots:
         typer.echo(f"plot        {path}")
-
-
-def _quantize(config: CompareQuantizeConfig, switches: Switches) -> None:
-    """Compare ways of choosing widths: the same candidates, tokens and evaluation, several seeds.
-
-    rco compare quantize tiny-llama --bits 2.5 --seeds 1
-
-    rco compare quantize MODEL --bits 2.25,2.5,4.0 --methods rco,evopress,higgs --allowance tokens=5e6 --sweep
-    """
-    from rco.pipeline.compare_quantize import QuantizeContest, compare_quantization, list_jobs
-    from rco.pipeline.progress import make_progress
-
-    if switches.dry_run:
-        jobs, contest = list_jobs(config), QuantizeContest(config)
-        most = f"{contest.allowance.tokens:,} tokens" if contest.allowance.tokens else "unlimited tokens"
-        typer.echo(f"would run {len(jobs)} searches, at most {most} each:")
-        for job in jobs:
-            typer.echo(f"  {job.name}")
-        return
-    with interruptible(), make_progress(switches.quiet or switches.as_json) as progress:
-        outcome = compare_quantization(config, progress)
-    _show(outcome, switches.as_json)
 
 
 app.command("quantize")(command_from_config(CompareQuantizeConfig, _quantize))

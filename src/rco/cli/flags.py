@@ -44,7 +44,7 @@ def _flag(whole: str, name: str, value: str | None) -> str:
 def _arguments() -> dict[str, str]:
     """Every argument of a verb, and whether it is positional."""
     from rco.pipeline import configs
-    from rco.pipeline.compare_configs import CompareQuantizeConfig
+    from rco.pipeline.configs import CompareQuantizeConfig
 
     found: dict[str, str] = {}
     public = [getattr(configs, name) for name in configs.__all__]

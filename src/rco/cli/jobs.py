@@ -18,7 +18,7 @@ from rco.cli.options import Switches
 
 if TYPE_CHECKING:
     from rco.compressed import CompressedModel
-    from rco.pipeline.common import Planned
+    from rco.pipeline.planning import Planned
 
 __all__ = ["interruptible", "print_evaluation", "print_loading", "print_plan", "report_of", "run_job"]
 
@@ -27,7 +27,6 @@ def run_job(
     config: Any,
     switches: Switches,
     *,
-    plan: Callable[[Any], Any],
     describe: Callable[[Any], tuple[dict[str, Any], list[tuple[str, str]]]],
     summarize: Callable[[CompressedModel], dict[str, Any]],
     show: Callable[[CompressedModel], None],
@@ -37,20 +36,19 @@ def run_job(
     Args:
         config: The settings.
         switches: How to show it.
-        plan: Checks the settings without work.
         describe: A plan as data for ``--json``, and as lines (label, text) for people.
         summarize: The result's own part of the JSON.
         show: Prints the result for people.
     """
     from rco.api import compress
-    from rco.compression.base import Budget
+    from rco.compression.budget import Budget
     from rco.distributed import is_first_rank
-    from rco.pipeline.common import run_folder
+    from rco.pipeline.planning import plan_compression, run_folder
 
     if switches.dry_run:
         if not is_first_rank():
             return
-        planned = plan(config)
+        planned = plan_compression(config)
         data, lines = describe(planned)
         print_plan(planned, data, lines, as_json=switches.as_json)
         return
@@ -90,7 +88,7 @@ def _way_on() -> str:
 
 
 def print_plan(
-    planned: Planned[Any], data: dict[str, Any], lines: list[tuple[str, str]], *, as_json: bool
+    planned: Planned, data: dict[str, Any], lines: list[tuple[str, str]], *, as_json: bool
 ) -> None:
     """What a job would be, what it would take, and where it would go."""
     estimate = planned.estimate

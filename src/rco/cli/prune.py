@@ -12,7 +12,7 @@ from rco.pipeline.configs import PruneConfig
 
 if TYPE_CHECKING:
     from rco.compressed import CompressedModel
-    from rco.pipeline.prune import PlannedPruning
+    from rco.pipeline.planning import Planned
 
 __all__ = ["prune"]
 
@@ -24,12 +24,9 @@ def _prune(config: PruneConfig, switches: Switches) -> None:
 
     rco prune MODEL --experts 0.5 --uniform --data code.jsonl --out runs/mine
     """
-    from rco.pipeline.prune import plan_pruning
-
     run_job(
         config,
         switches,
-        plan=plan_pruning,
         describe=_describe,
         summarize=lambda result: {"shape": result.metrics.get("export", {}).get("shape")},
         show=_show,
@@ -39,26 +36,27 @@ def _prune(config: PruneConfig, switches: Switches) -> None:
 prune = command_from_config(PruneConfig, _prune)
 
 
-def _describe(planned: PlannedPruning) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    backend, problem = planned.backend, planned.problem
+def _describe(planned: Planned) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    compression, problem = planned.compression, planned.problem
+    names = compression.plan.groups
     locked = int((~problem.allowed.all(axis=1)).sum())
     data: dict[str, Any] = {
-        "layers": len(backend.layers),
-        "experts": len(backend.names),
-        "experts_per_layer": list(backend.counts),
-        "top_k": [layer.top_k for layer in backend.layers],
+        "layers": len(compression.layers),
+        "experts": len(names),
+        "experts_per_layer": compression.expert_counts,
+        "top_k": [layer.top_k for layer in compression.layers],
         "locked": locked,
-        "keeps": planned.kept,
-        "prunes": len(backend.names) - planned.kept,
+        "keeps": planned.kept_experts,
+        "prunes": len(names) - planned.kept_experts,
         "range": [_total(end) for end in problem.feasible_range],
     }
-    counts = sorted(set(backend.counts))
+    counts = sorted(set(compression.expert_counts))
     per_layer = " to ".join(map(str, counts[:1] + counts[1:][-1:]))
-    evenly = ", the same number in every layer" if backend.uniform else ""
+    evenly = ", the same number in every layer" if compression.uniform else ""
     lines = [
         (
             "experts",
-            f"{len(backend.names)} in {len(backend.layers)} sparse layers of {per_layer}; "
+            f"{len(names)} in {len(compression.layers)} sparse layers of {per_layer}; "
             f"routers pick {max(data['top_k'])}",
         ),
         *([("locked", str(locked))] if locked else []),

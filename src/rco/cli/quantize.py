@@ -12,7 +12,7 @@ from rco.pipeline.configs import QuantizeConfig
 
 if TYPE_CHECKING:
     from rco.compressed import CompressedModel
-    from rco.pipeline.quantize import PlannedQuantization
+    from rco.pipeline.planning import Planned
 
 __all__ = ["quantize"]
 
@@ -24,12 +24,9 @@ def _quantize(config: QuantizeConfig, switches: Switches) -> None:
 
     rco quantize MODEL --size 3.1GB --serve vllm --out runs/mine
     """
-    from rco.pipeline.quantize import plan_quantization
-
     run_job(
         config,
         switches,
-        plan=plan_quantization,
         describe=_describe,
         summarize=lambda result: {"allocation": result.search.allocation.to_dict()},
         show=_show,
@@ -39,9 +36,9 @@ def _quantize(config: QuantizeConfig, switches: Switches) -> None:
 quantize = command_from_config(QuantizeConfig, _quantize)
 
 
-def _describe(planned: PlannedQuantization) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    plan, problem, budget = planned.backend.plan, planned.problem, planned.budget
-    low, high = planned.backend.budget_range(budget.kind)
+def _describe(planned: Planned) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    plan, problem, budget = planned.compression.plan, planned.problem, planned.budget
+    low, high = planned.compression.budget_range(budget.kind)
     grid = None if plan.gguf else "symmetric" if plan.symmetric else "asymmetric"
     data = {
         "groups": problem.num_groups,
@@ -56,7 +53,7 @@ def _describe(planned: PlannedQuantization) -> tuple[dict[str, Any], list[tuple[
     }
     scales = f"groups of {plan.group_size}" if plan.group_size else "one scale per row"
     stored = f"as {', '.join(plan.block_types)}" if plan.gguf else f"{grid}, {scales}"
-    fixed = planned.backend.costs(budget.kind).fixed
+    fixed = planned.compression.costs(budget.kind).fixed
     searched = f"bytes for these, {fixed:,} for everything else" if fixed else "units for the search"
     lines = [
         ("groups", f"{problem.num_groups} of {len(plan.linears)} linears"),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rco.compression.expert_candidates import expert_layer_of, quantize_experts, quantize_matrix
-from rco.compression.plan import QuantizationPlan
+from rco.compression.plan import CompressionPlan
 from rco.data.calibration import CalibrationSet
 from rco.distributed import Ranks
 from rco.formats.grid import Grid
@@ -69,7 +69,7 @@ def candidate_name(info: LinearInfo) -> str:
 
 def candidate_identity(
     loaded: LoadedModel,
-    plan: QuantizationPlan,
+    plan: CompressionPlan,
     calibration: CalibrationSet,
     settings: CandidateSettings,
     dtype: torch.dtype,
@@ -96,7 +96,7 @@ def candidate_identity(
     return identity
 
 
-def blocks_of(plan: QuantizationPlan) -> list[list[LinearInfo]]:
+def blocks_of(plan: CompressionPlan) -> list[list[LinearInfo]]:
     """The plan's linears by block, the output layer in one of its own at the end."""
     by_block: dict[int, list[LinearInfo]] = {}
     head: list[LinearInfo] = []
@@ -110,7 +110,7 @@ def blocks_of(plan: QuantizationPlan) -> list[list[LinearInfo]]:
 
 def build_candidates(
     loaded: LoadedModel,
-    plan: QuantizationPlan,
+    plan: CompressionPlan,
     calibration: CalibrationSet,
     store: CandidateStore,
     settings: CandidateSettings,
@@ -253,7 +253,7 @@ def build_candidates(
                     store.enter(index, written.result())
 
 
-def _grids(plan: QuantizationPlan, info: LinearInfo) -> dict[str, Grid]:
+def _grids(plan: CompressionPlan, info: LinearInfo) -> dict[str, Grid]:
     """Label -> grid of every width of a linear."""
     schemes = {option_label(width): plan.scheme(info, width) for width in plan.packed_widths}
     return {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rco.compression.candidates import option_label
 from rco.compression.expert_candidates import kept_experts, packed_candidate
-from rco.compression.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
+from rco.compression.plan import LEAVE_ALONE, PRUNED, CompressionPlan
 from rco.formats.packing import PackedWeight
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
@@ -23,7 +23,7 @@ Choices = Mapping[str, int]  # linear name -> width
 
 
 def chosen_weights(
-    plan: QuantizationPlan, packed: Mapping[str, Mapping[str, PackedWeight]], choices: Choices
+    plan: CompressionPlan, packed: Mapping[str, Mapping[str, PackedWeight]], choices: Choices
 ) -> dict[str, PackedWeight]:
     """The packed weight of every quantized linear; those left alone are missing."""
     return {
@@ -33,7 +33,7 @@ def chosen_weights(
     }
 
 
-def written_names(plan: QuantizationPlan, choices: Choices) -> dict[str, LinearInfo]:
+def written_names(plan: CompressionPlan, choices: Choices) -> dict[str, LinearInfo]:
     """The linears that are in the checkpoint: all that are planned, but for pruned experts.
 
     Experts that follow a pruned one have moved up.
@@ -52,7 +52,7 @@ def written_names(plan: QuantizationPlan, choices: Choices) -> dict[str, LinearI
 
 def deploy(
     loaded: LoadedModel,
-    plan: QuantizationPlan,
+    plan: CompressionPlan,
     packed: Mapping[str, Mapping[str, PackedWeight]],
     choices: Choices,
 ) -> tuple[LoadedModel, dict[str, PackedWeight]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rco.compression.plan import PRUNED, QuantizationPlan
+from rco.compression.plan import PRUNED, CompressionPlan
 from rco.formats.gptq import gptq
 from rco.formats.grid import Grid, round_to_nearest
 from rco.formats.packing import PackedWeight
@@ -127,7 +127,7 @@ def recorded(
     return 0.0 if info.projection == "up" else float(statistics(info.stored_in, label)[key][info.expert])
 
 
-def kept_experts(plan: QuantizationPlan, choices: Mapping[str, int]) -> dict[int, list[int]]:
+def kept_experts(plan: CompressionPlan, choices: Mapping[str, int]) -> dict[int, list[int]]:
     """Sparse layer -> the experts that stay, for the layers that lose some; ``choices`` are widths by linear."""
     kept: dict[int, list[int]] = {}
     pruned: set[int] = set()

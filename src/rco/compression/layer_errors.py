@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from rco.compression.bit_costs import EXPERT_ROLES
-from rco.compression.plan import QuantizationPlan
-from rco.compression.switched import expert_options, option_list
+from rco.compression.costs import EXPERT_ROLES
+from rco.compression.plan import CompressionPlan
+from rco.compression.switched_model import expert_options, option_list
 from rco.formats.packing import PackedWeight
 from rco.formats.streaming import OptionStream
 from rco.models.moe.layers import MoELayer
@@ -21,7 +21,7 @@ __all__ = ["layer_errors"]
 
 def layer_errors(
     model: nn.Module,
-    plan: QuantizationPlan,
+    plan: CompressionPlan,
     packed: Mapping[str, Mapping[str, PackedWeight]],
     batches: Iterable[tuple[Tensor, Tensor]],
     *,
@@ -62,7 +62,7 @@ def layer_errors(
 
 
 def _shared_options(
-    plan: QuantizationPlan,
+    plan: CompressionPlan,
     layers: Sequence[MoELayer],
     packed: Mapping[str, Mapping[str, PackedWeight]],
     columns: Sequence[int],

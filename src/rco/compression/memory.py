@@ -1,4 +1,4 @@
-"""What a search over packed options holds at its peak, counted from shapes and a short pass of one block."""
+"""Peak memory of a search, counted from shapes and a short pass of one block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rco.compression.accounting import stored_bits
-from rco.compression.plan import PRUNED, QuantizationPlan
+from rco.compression.plan import PRUNED, CompressionPlan
 from rco.formats.streaming import STREAM_SLOTS
 from rco.losses import LOGITS_BYTES, chunk_length
 from rco.models.capture import block_kinds, lone_block
@@ -23,7 +23,7 @@ from rco.models.moe.layers import MoELayer, moe_layers
 from rco.models.moe.linears import EXPERT_ROLE, ExpertLinear
 from rco.models.precision import computing_in
 
-__all__ = ["SearchMemory", "pruning_memory", "saved_bytes_per_token", "search_memory"]
+__all__ = ["SearchMemory", "saved_bytes_per_token", "search_memory"]
 
 _PROBE_TOKENS = 64
 _FEWEST_TOKENS = 16
@@ -143,7 +143,7 @@ def _open_gates(loaded: LoadedModel, layers: Sequence[int]) -> Iterator[None]:
 
 def search_memory(
     loaded: LoadedModel,
-    plan: QuantizationPlan,
+    plan: CompressionPlan,
     *,
     tokens: int,
     dtype: torch.dtype,
@@ -160,6 +160,8 @@ def search_memory(
         checkpointing: Whether blocks are computed again in the backward pass.
         offload: Whether packed options stay in host memory.
     """
+    if plan.removes_only:
+        return _removal_memory(loaded, tokens, dtype, checkpointing)
     width = dtype.itemsize
     parameters = sum(p.numel() for p in loaded.model.parameters())
     own = sum(info.parameters for info in plan.packed_alone if info.role != "head")
@@ -197,10 +199,10 @@ def search_memory(
     return _with_unfilled(counted, loaded.device)
 
 
-def pruning_memory(
-    loaded: LoadedModel, *, tokens: int, dtype: torch.dtype, checkpointing: bool
+def _removal_memory(
+    loaded: LoadedModel, tokens: int, dtype: torch.dtype, checkpointing: bool
 ) -> SearchMemory:
-    """Count the memory of a search step over gates of experts; the arguments are those of :func:`search_memory`."""
+    """Count the memory of a search step where experts are kept or removed."""
     width = dtype.itemsize
     saved = int(saved_bytes_per_token(loaded, (), dtype, gated=True) * tokens)
     backward = max(_layer_backward(layer, tokens, probed=True) for layer in moe_layers(loaded.model)) * width

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +15,7 @@ from torch import Tensor
 from rco.compression.recording import Recording
 from rco.core.transfer import send
 from rco.data.calibration import CalibrationSet
-from rco.losses import Head, chunked_cross_entropy, chunked_kl
+from rco.losses import Head, chunk_length, chunked_cross_entropy, chunked_kl
 from rco.models.loading import LoadedModel
 from rco.models.moe.probe_buffer import ProbeRoom, UsedRoom
 
@@ -112,6 +112,7 @@ class LanguageModelObjective:
         errors: Makes the tables that some methods ask for; None: there are none.
         room: What the model's backward pass makes room for without knowing how much it needs; None: nothing.
         disturb: Adds noise to one group's weights inside its context; None: it cannot be done.
+        group_blocks: Block of the model that every group is in; None: some group is in none.
         check_recorded: Refuses gates (N, K), in host memory, that cannot be set. Given where samples may be
             recorded as a CUDA graph, which is replayed without anybody looking at the gates; None: they may not.
 
@@ -140,6 +141,7 @@ class LanguageModelObjective:
         errors: OptionErrors | None = None,
         room: ProbeRoom | None = None,
         disturb: Disturb | None = None,
+        group_blocks: Sequence[int] | None = None,
         check_recorded: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._loaded = loaded
@@ -157,6 +159,8 @@ class LanguageModelObjective:
         self._errors = errors
         self.room = room
         self._disturb = disturb
+        if group_blocks is not None:
+            self.group_blocks = list(group_blocks)
         # Only where sequences count as a whole, as plain text does: others differ in how many tokens they ask for.
         whole = bool(calibration.mask[:, :-1].all()) and reference is not None
         self._check_recorded = check_recorded if whole else None
@@ -207,6 +211,26 @@ class LanguageModelObjective:
         self._set_gates(gates)
         with self._disturb(group, squared_error, seed):
             return self._loss(gates, None, batch)
+
+    @torch.no_grad()
+    def acceptance(self, gates: Tensor, batch: int) -> Tensor:
+        """Share of the compressed model's tokens that the full model would accept: mean overlap of the two.
+
+        That is the probability with which speculative decoding keeps a drafted token, ``sum_v min(p_v, q_v)``.
+        """
+        text = self._text(batch)
+        if text.reference is None:
+            raise ValueError("The acceptance compares with the full model; use the KL as the loss.")
+        mask = text.mask.to(self._loaded.device)
+        self._set_gates(gates)
+        hidden = self._loaded.layout.final_hidden(self._loaded.model, text.tokens)[:, :-1][mask]
+        reference = text.reference[:, :-1][mask]
+        head, full = self._student_head(), self._reference_head
+        size = chunk_length(head.vocabulary)
+        overlap = hidden.new_zeros((), dtype=torch.float64)
+        for mine, theirs in zip(torch.split(hidden, size), torch.split(reference, size), strict=True):
+            overlap += torch.minimum(head.probabilities(mine), full.probabilities(theirs)).double().sum()
+        return overlap / max(len(hidden), 1)
 
     def enqueue(self, gates: Tensor, batch: int) -> Callable[[], tuple[float, Tensor]]:
         """Launch the loss on one batch and its gradient; what is returned waits for them.

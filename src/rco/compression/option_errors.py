@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rco.compression.candidates import option_label
 from rco.compression.expert_candidates import packed_candidate, recorded
-from rco.compression.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
+from rco.compression.plan import LEAVE_ALONE, PRUNED, CompressionPlan
 from rco.formats.packing import PackedWeight
 from rco.models.layout import LinearInfo
 from rco.store import CandidateStore
@@ -17,7 +17,7 @@ from rco.store import CandidateStore
 __all__ = ["recorded_errors", "weight_distances", "weight_errors"]
 
 
-def recorded_errors(plan: QuantizationPlan, store: CandidateStore, name: str) -> Tensor:
+def recorded_errors(plan: CompressionPlan, store: CandidateStore, name: str) -> Tensor:
     """(N, K) an error that was written down with the candidates, summed over a group's members.
 
     The original weights have none, a pruned expert has all there is: 1.
@@ -37,7 +37,7 @@ def recorded_errors(plan: QuantizationPlan, store: CandidateStore, name: str) ->
 
 @torch.no_grad()
 def weight_errors(
-    plan: QuantizationPlan, packed: Mapping[str, Mapping[str, PackedWeight]], device: torch.device
+    plan: CompressionPlan, packed: Mapping[str, Mapping[str, PackedWeight]], device: torch.device
 ) -> Tensor:
     """(N, K) squared error of every option's weights over the square of the full ones, in a group together.
 
@@ -58,7 +58,7 @@ def weight_errors(
 
 @torch.no_grad()
 def weight_distances(
-    plan: QuantizationPlan, packed: Mapping[str, Mapping[str, PackedWeight]], device: torch.device
+    plan: CompressionPlan, packed: Mapping[str, Mapping[str, PackedWeight]], device: torch.device
 ) -> Tensor:
     """(N, K) mean squared difference of every option's weights to those of the group's widest option.
 

@@ -1,7 +1,8 @@
-"""Which linears form which group, and which widths each group may take.
+"""Groups of linears and the options that each group may take.
 
+An option is a width in bits: 2 to 8 for packed weights, 16 for the original ones, 0 for an expert that is removed.
 Locks, skips, ties and the rules of a serving engine all become part of the problem here, before any work, so that
-what a search returns is what the engine loads.
+the engine loads whatever a search returns.
 """
 
 from __future__ import annotations
@@ -11,19 +12,31 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
+import numpy as np
+
 from rco.compression.accounting import DENSE, Scheme
 from rco.compression.clusters import cluster_name, clusters_of
 from rco.compression.engines import Engine, ExpertGroups, find_engine
 from rco.compression.gguf_file import GGUFFile
 from rco.compression.gguf_types import GGUF_WIDTHS
 from rco.models.layout import Layout, LinearInfo
+from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import EXPERT_ROLE, ExpertLinear
 
-__all__ = ["LEAVE_ALONE", "PRUNED", "ExpertGroups", "Group", "QuantizationPlan", "make_plan"]
+__all__ = [
+    "LEAVE_ALONE",
+    "PRUNED",
+    "CompressionPlan",
+    "ExpertGroups",
+    "Group",
+    "make_plan",
+    "make_removal_plan",
+]
 
 LEAVE_ALONE = 16
 PRUNED = 0  # bits of an expert that is taken out, the router choosing among the others
 
+_REMOVAL_LOCKS = {"keep": LEAVE_ALONE, "prune": PRUNED}
 ROLES = ("attention", "mlp", EXPERT_ROLE, "shared_expert", "head")
 
 
@@ -53,7 +66,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class QuantizationPlan:
+class CompressionPlan:
     """Groups, the widths on offer and the grid they use.
 
     A plan for GGUF files has no one grid: there ``group_size`` and ``symmetric`` say nothing, :meth:`scheme` does.
@@ -85,6 +98,34 @@ class QuantizationPlan:
         pairs = {(m.in_features, w): m for group in self.groups for w in group.widths for m in group.members}
         kinds = [file.type_of(member, width) for (_, width), member in pairs.items()]
         return list(dict.fromkeys(kind.name for kind in kinds if kind is not None))
+
+    @property
+    def removes_only(self) -> bool:
+        """Whether experts are kept or removed, and nothing is quantized."""
+        return not self.packed_widths
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the options, one per column of the gates."""
+        if self.removes_only:
+            return tuple("prune" if width == PRUNED else "keep" for width in self.widths)
+        return tuple(str(width) for width in self.widths)
+
+    @property
+    def sparse_layers(self) -> list[MoELayer]:
+        """The sparse layers whose experts are among the linears, in order."""
+        return list({info.layer.index: info.layer for info in self.experts}.values())
+
+    @property
+    def layer_of_group(self) -> np.ndarray:
+        """(N,) position among :attr:`sparse_layers` of the layer that a group's experts are in; -1 for others."""
+        position = {layer.index: place for place, layer in enumerate(self.sparse_layers)}
+        layers = []
+        for group in self.groups:
+            inside = {m.layer.index if isinstance(m, ExpertLinear) else None for m in group.members}
+            (only,) = inside if len(inside) == 1 else (None,)
+            layers.append(-1 if only is None else position[only])
+        return np.array(layers, dtype=np.int64)
 
     @property
     def packed_widths(self) -> tuple[int, ...]:
@@ -149,7 +190,7 @@ def make_plan(
     allow_prune: bool = False,
     protected: Mapping[int, Collection[int]] | None = None,
     gguf: GGUFFile | None = None,
-) -> QuantizationPlan:
+) -> CompressionPlan:
     """Turn what the user asked for into groups.
 
     Args:
@@ -236,8 +277,48 @@ def make_plan(
             _check_separable(engine, members)
         groups.append(Group(cluster_name(members), tuple(members), fitting))
     every = tuple(sorted({width for group in groups for width in group.widths} | set(widths)))
-    return QuantizationPlan(
+    return CompressionPlan(
         tuple(groups), tuple(chosen), every, group_size, symmetric, engine, tuple(skipped), gguf
+    )
+
+
+def make_removal_plan(linears: Sequence[LinearInfo], locks: Sequence[str] = ()) -> CompressionPlan:
+    r"""Every expert of a model as a group that is kept or removed; all else stays as it is.
+
+    Args:
+        linears: All linears of the model.
+        locks: ``REGEX=keep`` or ``REGEX=prune``; a pattern is searched in an expert's name, so ``layers\.3\.``
+            locks a layer and ``layers\.3\..*\.17$`` one expert. The last lock that matches decides.
+    """
+    experts: dict[tuple[int, int], list[ExpertLinear]] = {}
+    for info in linears:
+        if isinstance(info, ExpertLinear):
+            experts.setdefault((info.layer.index, info.expert), []).append(info)
+    names = [cluster_name(members) for members in experts.values()]
+    widths: list[tuple[int, ...]] = [(PRUNED, LEAVE_ALONE)] * len(names)
+    for lock in locks:
+        pattern, _, wanted = lock.rpartition("=")
+        if not pattern or wanted not in _REMOVAL_LOCKS:
+            raise ValueError(f"`lock` is REGEX=keep or REGEX=prune, got {lock!r}.")
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"`lock={lock!r}` has an invalid pattern: {error}.") from None
+        matched = [index for index, name in enumerate(names) if compiled.search(name)]
+        if not matched:
+            raise ValueError(
+                f"`lock={lock!r}` matches no expert; experts are named {names[0]} to {names[-1]}."
+            )
+        for index in matched:
+            widths[index] = (_REMOVAL_LOCKS[wanted],)
+    groups = [
+        Group(name, tuple(members), allowed)
+        for name, members, allowed in zip(names, experts.values(), widths, strict=True)
+    ]
+    chosen = tuple(member for members in experts.values() for member in members)
+    skipped = tuple(info.name for info in linears if not isinstance(info, ExpertLinear))
+    return CompressionPlan(
+        tuple(groups), chosen, (PRUNED, LEAVE_ALONE), None, True, find_engine("any"), skipped
     )
 
 

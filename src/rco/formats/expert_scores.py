@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-__all__ = ["ExpertScores", "ScoreName", "prior_logits"]
+__all__ = ["ExpertScores", "ScoreName"]
 
 ScoreName = Literal["reap", "frequency", "mass"]
 
@@ -101,26 +101,3 @@ class ExpertScores:
             return [torch.where(visits > 0, total / visits.clamp(min=1), 0.0) for total, visits in pairs]
         sums = self._visits if name == "frequency" else self._mass
         return [total / tokens for total, tokens in zip(sums, self.tokens, strict=True)]
-
-
-def prior_logits(scores: Sequence[Tensor], strength: float = 1.0) -> Tensor:
-    """(all experts,) initial keep logits from scores: ranks within each layer, spread over +-``strength``.
-
-    Ranks, not values: saliencies grow by orders of magnitude along a model's depth, and a search that starts
-    from them would begin by emptying the first layers. Each layer is ranked by itself; ties share their rank.
-
-    Args:
-        scores: One tensor per layer.
-        strength: Logit of the best expert of a layer; its worst gets ``-strength``. 0 is no prior.
-    """
-    if not strength >= 0:
-        raise ValueError(f"strength must not be negative, got {strength}")
-    parts = []
-    for values in scores:
-        _, which, sizes = torch.unique(values, return_inverse=True, return_counts=True)
-        middle = sizes.cumsum(0).double() - (sizes.double() + 1) / 2  # mean rank of equal values, from 0
-        spread = max(values.numel() - 1, 1)
-        parts.append(
-            (2 * middle[which] / spread - 1) * strength if values.numel() > 1 else values.double() * 0
-        )
-    return torch.cat(parts)

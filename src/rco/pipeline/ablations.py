@@ -19,15 +19,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rco.compression.base import Budget
-from rco.compression.quantization import QuantizationBackend
-from rco.compression.sensitivity import (
-    fisher_differences,
-    logits_from_losses,
-    logits_from_weights,
-    predicted_losses,
-    second_order,
-)
+from rco.compression.budget import Budget
+from rco.compression.compression import Compression
+from rco.compression.second_order import predicted_losses
 from rco.core.knapsack import solve_mckp
 from rco.core.plain import PlainRCO
 from rco.core.problem import AllocationProblem
@@ -40,8 +34,8 @@ from rco.pipeline.configs import AblationConfig, QuantizeConfig
 from rco.pipeline.estimate import forward_seconds
 from rco.pipeline.jobs import run_jobs
 from rco.pipeline.judge import Judge
+from rco.pipeline.planning import plan_compression, plan_groups
 from rco.pipeline.progress import Progress, Silent
-from rco.pipeline.quantize import plan_groups, plan_quantization
 from rco.runs import RunDirectory, environment
 from rco.studies.ablation_report import recommend, summarize, write_ablations
 from rco.studies.ablation_sweeps import Loop, Sweep, make_sweeps
@@ -90,14 +84,14 @@ class AblationPlan:
 def plan_ablations(config: AblationConfig) -> AblationPlan:
     """Check everything that can be checked without work, and estimate the rest."""
     config = dataclasses.replace(config, **_QUICK) if config.quick else config
-    planned = plan_quantization(_quantize_config(config))
+    planned = plan_compression(_quantize_config(config))
     centre = _centre(config)
     sweeps = make_sweeps(
         centre,
         config.seeds,
         names=config.sweep,
         quick=config.quick,
-        can_group=bool(_ties(planned.backend)),
+        can_group=bool(_ties(planned.compression)),
     )
     runs = {
         run.name: run
@@ -112,7 +106,7 @@ def plan_ablations(config: AblationConfig) -> AblationPlan:
         config,
         sweeps,
         ordered,
-        passes * forward_seconds(planned.loaded, planned.backend.compute_dtype, config.length),
+        passes * forward_seconds(planned.loaded, planned.compression.compute_dtype, config.length),
     )
 
 
@@ -157,8 +151,8 @@ class _Bench:
         self.config = config
         self._folder = make_folder(folder / "sensitivities")
         quantize = _quantize_config(config)
-        planned = plan_quantization(quantize, progress)
-        self.backend = planned.backend
+        planned = plan_compression(quantize, progress)
+        self.backend = planned.compression
         self.data = build_splits(
             config.data,
             planned.loaded.tokenizer,
@@ -168,7 +162,7 @@ class _Bench:
             length=config.length,
             seed=0,
         )
-        self.backend.prepare(self.data.search)
+        self.backend.candidates(self.data.search)
         tied = plan_groups(dataclasses.replace(quantize, tie=_ties(self.backend)), planned.loaded)
         self._grouped = self.backend.regrouped(tied)
         self._judge = Judge(self.backend, self.data.evaluation)
@@ -183,14 +177,14 @@ class _Bench:
         for position, seed in enumerate(seeds):
             path = self._sensitivity_file(seed)
             if not path.exists():
-                differences = fisher_differences(self.backend, data, seed=seed)
+                differences = self.backend.differences(data, seed=seed)
                 write_tensors_atomic(path, {"differences": differences})
             count(position + 1, len(seeds))
 
     def _sensitivity_file(self, seed: int) -> Path:
         return self._folder / f"seed{seed}.safetensors"
 
-    def _differences(self, backend: QuantizationBackend, loop: Loop, seed: int) -> Tensor:
+    def _differences(self, backend: Compression, loop: Loop, seed: int) -> Tensor:
         """(S, N, K) of the backend's groups, on the sequences that the loop may see.
 
         Sequences are drawn for one after another and a group's change is the sum of its members', so the file
@@ -212,16 +206,9 @@ class _Bench:
         data = self.data.search.select(slice(0, loop.sequences))
         # The printed algorithm chooses nothing; one sequence keeps that part of the search short.
         selection = self.data.selection.select(slice(0, 1)) if printed else self.data.selection
-        prior = proxy = None
-        backend.curvature = None
-        if printed:
-            if config.printed_prior == "weight-error":
-                prior = logits_from_weights(backend.weight_distances(), problem)
-        else:
-            differences = self._differences(backend, loop, run.seed)
-            known = second_order(backend, differences)
-            backend.curvature = known.curvature
-            prior, proxy = logits_from_losses(known.losses, problem, config.prior_strength), known.losses
+        backend.use_differences(None if printed else self._differences(backend, loop, run.seed))
+        start = config.printed_prior if printed else "fisher"
+        beliefs: dict[str, Any] = backend.beliefs(problem, start, 1.0 if printed else config.prior_strength)
         settings: dict[str, Any] = {
             "steps": loop.steps,
             "samples": loop.samples,
@@ -233,7 +220,7 @@ class _Bench:
         searcher = PlainRCO(**settings) if printed else RCO(**settings, refine=config.refine)
         last: dict[str, Any] = {}
         with backend.objective(data, selection) as objective:
-            result = searcher.search(problem, objective, prior=prior, proxy=proxy, on_checkpoint=last.update)
+            result = searcher.search(problem, objective, on_checkpoint=last.update, **beliefs)
         choices = np.asarray(result.allocation)
         found = {"search": choices}
         if printed:
@@ -250,7 +237,7 @@ class _Bench:
             "selection_loss": None if printed else result.loss,
         }
 
-    def _problem(self, backend: QuantizationBackend) -> AllocationProblem:
+    def _problem(self, backend: Compression) -> AllocationProblem:
         return backend.problem(Budget.parse(bits=self.config.bits))
 
     def _tokens(self, run: AblationRun, result: SearchResult) -> int:
@@ -261,7 +248,7 @@ class _Bench:
         sensitivities = min(self.config.sensitivity, run.loop.sequences)
         return (result.forwards + 2 * result.backwards + 3 * sensitivities) * self.config.length
 
-    def _measure(self, backend: QuantizationBackend, choices: np.ndarray) -> dict[str, Any]:
+    def _measure(self, backend: Compression, choices: np.ndarray) -> dict[str, Any]:
         """KL and perplexity of an allocation, as one of single linears."""
         row = self.backend.rows
         single = np.empty(len(row), dtype=np.int64)
@@ -323,7 +310,7 @@ def _quantize_config(config: AblationConfig) -> QuantizeConfig:
     )
 
 
-def _ties(backend: QuantizationBackend) -> list[str]:
+def _ties(backend: Compression) -> list[str]:
     """Kinds that engines fuse, of which the model has at least two."""
     kinds = {info.kind for info in backend.plan.linears}
     fused = ([kind for kind in group if kind in kinds] for group in backend.loaded.layout.fused_groups)

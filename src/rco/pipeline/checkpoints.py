@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rco import tables
 from rco.compression.accounting import DENSE
+from rco.compression.budget import Budget
 from rco.compression.engines import Engine
-from rco.compression.expert_pruning import ExpertPruningBackend
 from rco.compression.gguf_file import ALIGNMENT
-from rco.compression.plan import PRUNED, QuantizationPlan
-from rco.compression.quantization import QuantizationBackend
+from rco.compression.plan import PRUNED, CompressionPlan
 from rco.core.problem import Allocation
 from rco.evaluation.size import average_bits, checkpoint_size, read_headers
 from rco.export.engines import validate_for_engine
@@ -27,38 +27,74 @@ from rco.models.loading import LoadedModel, load_model
 from rco.models.moe.layers import moe_layers, stored_names
 from rco.models.moe.linears import model_linears
 from rco.models.precision import computing_in
-from rco.pipeline.common import Planned, check_used
 
-__all__ = ["check_format", "check_recipe", "export_pruning", "export_quantized", "make_exporter"]
+if TYPE_CHECKING:
+    from rco.pipeline.planning import Planned
+
+__all__ = ["check_format", "check_recipe", "export_checkpoint", "make_exporter"]
 
 # Largest difference between the logits of the checkpoint and of the evaluated model, relative to the largest logit.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 _LOW_PRECISION_TOLERANCE = 5e-2
+_CHECKED_TOKENS = 64  # of a checkpoint that is read back
 
 
-def export_quantized(
-    planned: Planned[QuantizationBackend],
+Deployed = tuple[LoadedModel, Mapping[str, PackedWeight]]
+
+
+def export_checkpoint(
+    planned: Planned,
     allocation: Allocation,
     format: str,
     out: Path,
+    tokens: Tensor | None = None,
     *,
     overwrite: bool = False,
-    deployed: tuple[LoadedModel, Mapping[str, PackedWeight]] | None = None,
+    deployed: Deployed | None = None,
 ) -> dict[str, Any]:
-    """Write quantized weights; what the plan's engine would refuse is refused before anything is written.
+    """Write the checkpoint of an allocation, and check what was written.
 
-    ``deployed`` is what to write, where the backend no longer has its candidates.
+    What the plan's engine would refuse is refused before anything is written.
+
+    Args:
+        planned: The compression.
+        allocation: What was chosen.
+        format: Name of an exporter.
+        out: The folder.
+        tokens: (1, length) ids on which a pruned checkpoint is read back and compared; None: the first ones.
+        overwrite: Replace a folder that is there.
+        deployed: Model and packed weights to write, where the compression no longer has its candidates.
+
+    Returns:
+        The sections ``export``, ``certificate`` and ``engine`` of a run's metrics.
     """
-    pruned = PRUNED in planned.backend.choice_of(allocation).values()
-    exporter = check_format(format, planned.backend.plan.engine, pruned=pruned)
-    source, weights = deployed or planned.backend.deployed(allocation)
+    if not planned.compression.plan.removes_only:
+        return _export_quantized(planned, allocation, format, out, overwrite, deployed)
+    if tokens is None:
+        vocabulary = planned.loaded.layout.embedding(planned.loaded.model).weight.shape[0]
+        tokens = torch.arange(_CHECKED_TOKENS)[None] % vocabulary
+    pruned = None if deployed is None else deployed[0]
+    return _export_pruning(planned, allocation, format, out, tokens, overwrite, pruned)
+
+
+def _export_quantized(
+    planned: Planned,
+    allocation: Allocation,
+    format: str,
+    out: Path,
+    overwrite: bool,
+    deployed: Deployed | None,
+) -> dict[str, Any]:
+    pruned = PRUNED in planned.compression.choice_of(allocation).values()
+    exporter = check_format(format, planned.compression.plan.engine, pruned=pruned)
+    source, weights = deployed or planned.compression.deployed(allocation)
     if format != "compressed-tensors":
         summary = exporter.export(source, weights, out, overwrite=overwrite)
         found: dict[str, Any] = {"export": summary.to_json()}
         if format == "llama.cpp":
             found["certificate"] = _certify_blocks(planned, summary.tensors)
         return found
-    engine = planned.backend.plan.engine.name
+    engine = planned.compression.plan.engine.name
     summary = exporter.export(source, weights, out, overwrite=overwrite, engine=engine)
     found = {"export": summary.to_json(), "certificate": _certify_bits(planned, allocation, out)}
     if engine != "any":
@@ -89,7 +125,7 @@ def check_format(format: str, engine: Engine, *, pruned: bool = False) -> Any:
     Raises:
         ValueError: There is no such format, its sizes are others, or it cannot take experts out.
     """
-    exporter = make_exporter(format, QuantizationBackend.name)
+    exporter = make_exporter(format, "quantization")
     if pruned and isinstance(exporter, RecipeExporter):
         raise ValueError(
             f"The format {format!r} is a recipe for a tool that keeps every expert: leave out `allow_prune`, or "
@@ -107,7 +143,7 @@ def check_format(format: str, engine: Engine, *, pruned: bool = False) -> Any:
     return exporter
 
 
-def check_recipe(exporter: Any, loaded: LoadedModel, plan: QuantizationPlan) -> None:
+def check_recipe(exporter: Any, loaded: LoadedModel, plan: CompressionPlan) -> None:
     """Refuse, before a search, groups and widths of which a recipe could not name every combination.
 
     Raises:
@@ -127,9 +163,18 @@ def check_recipe(exporter: Any, loaded: LoadedModel, plan: QuantizationPlan) -> 
             exporter.recipe(choice)
 
 
-def _certify_blocks(planned: Planned[QuantizationBackend], tensors: Mapping[str, int]) -> dict[str, Any]:
+def _check_used(budget: Budget, used: int, allowed: int | Fraction) -> None:
+    """Refuse a checkpoint that takes more than was asked for; the search makes that impossible."""
+    if used > allowed:
+        raise RuntimeError(
+            f"Internal error: the checkpoint takes {used:,} where {budget} allow {float(allowed):,.0f}; "
+            "please report this."
+        )
+
+
+def _certify_blocks(planned: Planned, tensors: Mapping[str, int]) -> dict[str, Any]:
     """The budget, counted once more from the block types that a recipe names."""
-    backend, budget = planned.backend, planned.budget
+    backend, budget = planned.compression, planned.budget
     plan = backend.plan
     assert plan.gguf is not None  # the exporter takes no other grids than GGUF's
     names = {name for info in plan.linears for name in gguf_names(plan.gguf.layout, info.name)}
@@ -144,16 +189,14 @@ def _certify_blocks(planned: Planned[QuantizationBackend], tensors: Mapping[str,
         return found  # such a budget counts codes, or experts alone, which the sizes of tensors do not show
     used = total if budget.kind == "size" else stored
     allowed = budget.amount if budget.kind == "size" else backend.costs(budget.kind).total(budget.amount)
-    check_used(budget, used, allowed)
+    _check_used(budget, used, allowed)
     return {"used": used, "allowed": str(allowed), **found}
 
 
-def _certify_bits(
-    planned: Planned[QuantizationBackend], allocation: Allocation, folder: Path
-) -> dict[str, Any]:
+def _certify_bits(planned: Planned, allocation: Allocation, folder: Path) -> dict[str, Any]:
     """The budget, counted once more from the headers of what was written."""
     size = checkpoint_size(folder)
-    backend, budget = planned.backend, planned.budget
+    backend, budget = planned.compression, planned.budget
     rename = stored_names(backend.loaded.model)
     written = {rename(name): info for name, info in backend.written_names(allocation).items()}
     stacked = {name: (rename(info.stored_in), info.parameters) for name, info in written.items()}
@@ -169,7 +212,7 @@ def _certify_bits(
             if counted.counts_linear(member)
         )
         allowed = counted.total(budget.amount)
-    check_used(budget, used, allowed)
+    _check_used(budget, used, allowed)
     return {
         "used": used,
         "allowed": str(allowed),
@@ -179,22 +222,21 @@ def _certify_bits(
     }
 
 
-def export_pruning(
-    planned: Planned[ExpertPruningBackend],
+def _export_pruning(
+    planned: Planned,
     allocation: Allocation,
     format: str,
     out: Path,
     tokens: Tensor,
-    *,
-    overwrite: bool = False,
-    pruned: LoadedModel | None = None,
+    overwrite: bool,
+    pruned: LoadedModel | None,
 ) -> dict[str, Any]:
     """Write the experts that stay; the checkpoint is read back and its logits on ``tokens`` compared.
 
     ``pruned`` is the model without its pruned experts, where the full one is not to be read.
     """
-    exporter = make_exporter(format, planned.backend.name)
-    keep = planned.backend.keep_of(allocation)
+    exporter = make_exporter(format, planned.compression.kind)
+    keep = planned.compression.keep_of(allocation)
     if pruned is None:
         written = exporter.export(planned.loaded, keep, out, overwrite=overwrite)
     else:
@@ -203,7 +245,7 @@ def export_pruning(
             torch.ones(int(keep.sum())),
             out,
             overwrite=overwrite,
-            numbers=planned.backend.kept(allocation),
+            numbers=planned.compression.kept(allocation),
         )
     size = checkpoint_size(out)
     return {
@@ -223,7 +265,7 @@ def export_pruning(
 
 
 def _certify_experts(
-    planned: Planned[ExpertPruningBackend],
+    planned: Planned,
     allocation: Allocation,
     folder: Path,
     tokens: Tensor,
@@ -233,7 +275,7 @@ def _certify_experts(
     padded: bool,
 ) -> dict[str, Any]:
     """Read the checkpoint back: its counts, its size, and its logits beside those of the evaluated model."""
-    backend, budget = planned.backend, planned.budget
+    backend, budget = planned.compression, planned.budget
     reloaded = load_model(folder, device=str(planned.loaded.device))
     counts = [layer.num_experts for layer in moe_layers(reloaded.model)]
     kept = int(backend.keep_of(allocation).sum())
@@ -261,7 +303,7 @@ def _certify_experts(
     parameters = sum(p.numel() for p in reloaded.model.parameters())
     used = {"experts": kept, "parameters": parameters, "size": written_bytes}[budget.kind]
     limit = sum(planned.problem.unit_budgets) if budget.kind == "experts" else budget.amount
-    check_used(budget, used, limit)
+    _check_used(budget, used, limit)
     return {
         "used": used,
         "allowed": str(limit),

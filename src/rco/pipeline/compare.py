@@ -1,27 +1,71 @@
-"""Methods side by side on one problem: the same tokens, the same evaluation, several seeds, one table.
+"""Methods side by side on one problem: the same candidates, tokens and evaluation, several seeds, one table.
 
-:func:`run_comparison` knows nothing of what is compressed: jobs say what is run, a worker runs and judges them, and
-each kind of compression makes its own.
+Every search may forward the same number of tokens, a backward counted as two, and whatever prepares it counts: the
+gradients behind RCO's prior and curvature, HIGGS's disturbances, the choice among candidates, the exchanges. What
+all methods share is free: the candidates, scores from one forward pass, and the full model's predictions.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import statistics
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from rco.pipeline.compare_tables import Draw, write_comparison
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from rco.compression.budget import Budget
+from rco.compression.priors import score_table
+from rco.compression.second_order import predicted_losses
+from rco.core.problem import AllocationProblem
+from rco.core.result import SearchResult, StepRecord
+from rco.data.calibration import CalibrationSet, DataSplits
+from rco.folders import make_folder, write_tensors_atomic
+from rco.pipeline.compare_figures import draw_comparison, draw_divergence
+from rco.pipeline.compare_tables import write_comparison
+from rco.pipeline.configs import PLAIN, ComparePruneConfig, CompareQuantizeConfig
+from rco.pipeline.entrants import FIXED, Allowance, Entrant, ExpertEntrant, parse_methods
 from rco.pipeline.estimate import Estimate
-from rco.pipeline.jobs import Named, Worker, run_jobs
-from rco.pipeline.progress import Progress
-from rco.runs import RunDirectory, available_cores, free_memory
+from rco.pipeline.evaluate import measure_tasks, read_tasks
+from rco.pipeline.jobs import run_jobs
+from rco.pipeline.judge import Judge
+from rco.pipeline.planning import build_data, open_run, plan_compression, run_folder, slug
+from rco.pipeline.progress import Progress, Silent
+from rco.pipeline.searchers import impq_pair, make_searcher, search_settings
+from rco.runs import available_cores, free_memory
 
-__all__ = ["Comparison", "fitting_workers", "parse_methods", "run_comparison", "seeds_of"]
+__all__ = [
+    "Comparison",
+    "Contest",
+    "ExpertContest",
+    "SearchJob",
+    "SweepJob",
+    "WidthContest",
+    "compare",
+    "fitting_workers",
+    "list_jobs",
+    "make_contest",
+]
 
-Argument = TypeVar("Argument")
+CompareConfig = CompareQuantizeConfig | ComparePruneConfig
 
 _PROCESS = 2**29  # bytes that Python and torch take before there is a model
+# Most of an allowance that goes into the gradients behind the prior.
+_PRIOR_SHARE = 0.25
+_CURVE_SHARES = (1 / 16, 1 / 4)  # of the allowance, after which the present answer is judged; and at the end
+_SWEEP_SHARE = 0.25  # of the allowance, for each budget of a sweep
+# Of experts: shares of a long and of a short allowance for the sensitivities that a gradient search starts from.
+_SENSITIVITY, _SENSITIVITY_SHORT = 0.2, 0.6
+_SHORT = 400  # evaluations below which nothing is left for steps where sensitivities are known
+_START_CANDIDATES = 4  # before its first step: the uniform assignment, the knapsacks of prior and proxy
 
 
 @dataclass(frozen=True)
@@ -43,34 +87,461 @@ class Comparison:
     plots: list[Path]
 
 
-def parse_methods(text: str) -> list[tuple[str, str, float]]:
-    """(label, method, share of the tokens) of a list such as ``rco,rco@0.1,evoesap``."""
-    found = []
-    for label in (part.strip() for part in text.split(",")):
-        if not label:
-            continue
-        name, _, share = label.partition("@")
-        try:
-            value = float(share) if share else 1.0
-        except ValueError:
-            value = 0.0
-        if not 0 < value <= 1:
-            raise ValueError(
-                f"{label!r}: after @ comes the share of the tokens, between 0 and 1, as in rco@0.1."
+@dataclass(frozen=True)
+class SearchJob:
+    """One method, once.
+
+    Attributes:
+        budget: As it was typed.
+        label: The method as the comparison names it.
+        share: Part of the allowance.
+        seed: Of the search.
+        curve: Judge the answers on the way, too.
+    """
+
+    budget: str
+    label: str
+    share: float
+    seed: int
+    curve: bool = False
+
+    @property
+    def name(self) -> str:
+        """The job's file."""
+        return slug(f"{self.budget}-{self.label}-{self.seed}")
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """RCO at one budget after the other, each search started from what the one before has found."""
+
+    budgets: tuple[str, ...]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The job's file."""
+        return slug(f"sweep-{self.budgets[0]}-{self.budgets[-1]}-{len(self.budgets)}-{self.seed}")
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Tables measured before a search, and the batches and seconds that they took."""
+
+    differences: Tensor | None = None
+    layer_errors: Tensor | None = None
+    forwards: int = 0
+    backwards: int = 0
+    seconds: float = 0.0
+
+    @property
+    def evaluations(self) -> int:
+        """Batches forwarded, a backward counted as two more."""
+        return self.forwards + 2 * self.backwards
+
+
+class Contest(ABC):
+    """The model, its candidates and the judge, in one process."""
+
+    config: CompareConfig
+    allowance: Allowance
+
+    def __init__(self, first: Any) -> None:
+        self.planned = plan_compression(first)
+        self.compression = self.planned.compression
+        self.tokens_per_batch = self.config.batch_size * self.config.length
+
+    @abstractmethod
+    def prepare(self, seed: int) -> tuple[DataSplits, Judge]:
+        """Candidates or scores, the text of a seed, and its judge."""
+
+    @abstractmethod
+    def problem(self, budget: str) -> AllocationProblem:
+        """The problem at a budget, as it was typed."""
+
+    @abstractmethod
+    def search(
+        self, job: SearchJob, problem: AllocationProblem, curve: _Curve | None, before: np.ndarray | None
+    ) -> tuple[SearchResult, _Prepared]:
+        """Run a method; ``before`` is an allocation to start from."""
+
+    @abstractmethod
+    def describe(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Title, allowance and full model; see :func:`rco.pipeline.compare_tables.write_comparison`."""
+
+    def do(self, job: SearchJob | SweepJob) -> dict[str, Any]:
+        """The entries of the table that a job makes."""
+        if isinstance(job, SearchJob):
+            return {"entries": [self.measure(job)]}
+        entries: list[dict[str, Any]] = []
+        for budget in job.budgets:
+            before = np.array(entries[-1]["choices"]) if entries else None
+            entry = self.measure(SearchJob(budget, "rco", _SWEEP_SHARE, job.seed), before)
+            entries.append({**entry, "label": "sweep"})
+        return {"entries": entries}
+
+    def measure(self, job: SearchJob, before: np.ndarray | None = None) -> dict[str, Any]:
+        """Search, then judge what was found; ``before`` is an allocation to start from."""
+        _, judge = self.prepare(job.seed)
+        problem = self.problem(job.budget)
+        curve = _Curve(job.share, self.allowance) if job.curve else None
+        result, prepared = self.search(job, problem, curve, before)
+        row = judge.row(job.label, result.allocation, problem)
+        spent = result.forwards + 2 * result.backwards + prepared.evaluations
+        entry = {
+            "budget": self._budget_label(job.budget),
+            "label": job.label,
+            "method": result.method,
+            "seed": job.seed,
+            **{key: value for key, value in row.items() if key != "name"},
+            **self._amounts(result, judge, problem),
+            "forward_tokens": (result.forwards + prepared.forwards) * self.tokens_per_batch,
+            "backward_tokens": (result.backwards + prepared.backwards) * self.tokens_per_batch,
+            "tokens": spent * self.tokens_per_batch,
+            "seconds": result.seconds + prepared.seconds,
+            "selection_loss": result.loss,
+            "chosen_from": result.chosen_from,
+            "candidates": result.candidates,
+            "settings": json.loads(json.dumps(result.settings, default=str)),
+            "choices": result.allocation.tolist(),
+        }
+        if curve is not None:
+            points = [
+                [tokens, judge.divergence(problem.allocation(choices))]
+                for tokens, choices in curve.points.items()
+                if tokens < entry["tokens"]
+            ]
+            entry["curve"] = [*points, [entry["tokens"], entry["kl"]]]
+        return entry
+
+    def _budget_label(self, budget: str) -> str:
+        return budget
+
+    @abstractmethod
+    def _amounts(self, result: SearchResult, judge: Judge, problem: AllocationProblem) -> dict[str, Any]:
+        """What an entry says of an allocation beside its quality."""
+
+
+class WidthContest(Contest):
+    """Ways of choosing widths, from the same candidates and on the same text."""
+
+    def __init__(self, config: CompareQuantizeConfig) -> None:
+        self.config: CompareQuantizeConfig = config
+        self.allowance = Allowance.parse(config.allowance, config.default_tokens())
+        super().__init__(config.single(config.budget_list()[0]))
+        self.compression.keep_references = True
+        for budget in config.budget_list()[1:]:
+            self.problem(budget)  # budgets out of reach fail early
+        self._data = build_data(config, self.planned.loaded.tokenizer)
+        self._judge: Judge | None = None
+
+    def prepare(self, seed: int) -> tuple[DataSplits, Judge]:
+        """The candidates that are missing; text and judge are the same for all seeds."""
+        if self.compression.store is None:
+            self.compression.candidates(self._data.search)
+        if self._judge is None:
+            self._judge = Judge(self.compression, self._data.evaluation)
+        return self._data, self._judge
+
+    def problem(self, budget: str) -> AllocationProblem:
+        """The problem at a budget, as it was typed."""
+        return self.compression.problem(Budget.parse(**self.config.single(budget).budgets()))
+
+    def describe(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Title, allowance and full model."""
+        config = self.config
+        _, judge = self.prepare(config.seed)
+        full = judge.row("full model", None, self.planned.problem)
+        if config.tasks:
+            full["tasks"] = measure_tasks(self.planned.loaded, config.tasks, config.limit, config.seed)
+        return {
+            "title": f"{config.model}: average widths {', '.join(config.budget_list())}",
+            "tokens": self.allowance.tokens,
+            "seconds": self.allowance.seconds,
+            "full_model": full,
+        }
+
+    def search(
+        self, job: SearchJob, problem: AllocationProblem, curve: _Curve | None, before: np.ndarray | None
+    ) -> tuple[SearchResult, _Prepared]:
+        """Run a method; ``before`` is an allocation to start from."""
+        entrant, config, compression = Entrant.parse(job.label), self.config, self.compression
+        tokens, seconds = self.allowance.tokens, self.allowance.seconds
+        evaluations = None if tokens is None else int(job.share * tokens) // self.tokens_per_batch
+        prepared = self._measure_options(entrant, job.seed, evaluations)
+        searcher = entrant.make(
+            None if evaluations is None else evaluations - prepared.evaluations,
+            None if seconds is None else max(job.share * seconds - prepared.seconds, 1e-9),
+            job.seed,
+            config,
+            pair=impq_pair(compression.plan, problem),
+        )
+        beliefs: dict[str, Tensor] = {}
+        compression.use_differences(prepared.differences if entrant.prior else None, prepared.layer_errors)
+        if entrant.prior:
+            beliefs = compression.beliefs(problem, "fisher", config.strength)
+            if before is not None:
+                beliefs["prior"][torch.arange(len(before)), torch.from_numpy(before)] += config.strength
+        elif entrant.start == "weight-error":
+            beliefs = compression.beliefs(problem, "weight-error", 1.0)
+
+        def on_incumbent(record: StepRecord, incumbent: Callable[[], np.ndarray | None]) -> None:
+            spent = record.forwards + 2 * record.backwards + prepared.evaluations
+            if curve is not None:
+                curve.see(spent * self.tokens_per_batch, record.seconds + prepared.seconds, incumbent)
+
+        with compression.objective(self._data.search, self._data.selection) as objective:
+            if entrant.measures_fisher and prepared.differences is not None:
+                known = compression.relative_errors() if entrant.pooled else None
+                objective.fisher_losses = predicted_losses(prepared.differences, known)
+            if entrant.method == "mxmoe" and prepared.layer_errors is not None:
+                objective.layer_errors = prepared.layer_errors
+            result: SearchResult = searcher.search(
+                problem,
+                objective,
+                on_incumbent=on_incumbent if curve is not None else None,
+                **beliefs,
             )
-        found.append((label, name, value))
-    if not found:
-        raise ValueError("`methods` names no method; give a list such as rco,evoesap,random.")
-    if len({label for label, _, _ in found}) < len(found):
-        raise ValueError(f"`methods` names a method twice: {text}.")
-    return found
+        return result, prepared
+
+    def _measure_options(self, entrant: Entrant, seed: int, evaluations: int | None) -> _Prepared:
+        """Sensitivities on as many sequences as the allowance should give to them."""
+        compression, config, text = self.compression, self.config, self._data.search
+        fisher = entrant.prior or entrant.measures_fisher
+        mxmoe = entrant.method == "mxmoe"
+        layers = bool(compression.plan.experts) and (entrant.prior or mxmoe)
+        # A forward and a backward; the full model once, and its experts at every width.
+        backwards = 1 if fisher else 0
+        forwards = backwards + (1 + len(compression.plan.widths) if layers else 0)
+        if not forwards:
+            return _Prepared()
+        most = len(text) if entrant.measures_fisher else config.sensitivity
+        if evaluations is not None:
+            share = _PRIOR_SHARE if entrant.prior else 0.9
+            fits = int(share * evaluations) // (forwards + 2 * backwards) * config.batch_size
+            most = max(1, min(most, fits))
+        part, batches = text.select(slice(0, most)), -(-most // config.batch_size)
+        differences = layer_errors = None
+        seconds = layer_seconds = 0.0
+        if fisher:
+            differences, seconds = self._measured_once(
+                f"{seed}-{most}", lambda: compression.differences(part, seed=seed)
+            )
+        if layers:
+            layer_errors, layer_seconds = self._measured_once(
+                f"layers-{most}-{'experts' if mxmoe else 'all'}",
+                lambda: compression.layer_errors(part, experts_only=mxmoe),
+            )
+        return _Prepared(
+            differences, layer_errors, forwards * batches, backwards * batches, seconds + layer_seconds
+        )
+
+    def _measured_once(self, name: str, measure: Callable[[], Tensor]) -> tuple[Tensor, float]:
+        """A table that searches share, and the seconds that it took."""
+        folder = make_folder(self.config.folder() / "sensitivities")
+        path = folder / f"{name}.safetensors"
+        if not path.exists():
+            began = time.perf_counter()
+            found = measure()
+            seconds = time.perf_counter() - began
+            # Workers that need it at the same moment measure the same.
+            write_tensors_atomic(path, {"table": found}, {"seconds": str(seconds)}, shared=True)
+        with safe_open(path, "pt") as file:
+            return file.get_tensor("table"), float(file.metadata()["seconds"])
+
+    def _amounts(self, result: SearchResult, judge: Judge, problem: AllocationProblem) -> dict[str, Any]:
+        found: dict[str, Any] = {"bits_exact": str(self.compression.average_width(result.allocation))}
+        if self.config.tasks:
+            with self.compression.apply(result.allocation) as model:
+                found["tasks"] = measure_tasks(model, self.config.tasks, self.config.limit, self.config.seed)
+        return found
 
 
-def seeds_of(first: int, count: int) -> list[int]:
-    """That many seeds from the first on."""
-    if count < 1:
-        raise ValueError(f"`seeds` must be at least 1, got {count}.")
-    return list(range(first, first + count))
+class ExpertContest(Contest):
+    """Ways of choosing experts; every seed has text, and so scores, of its own."""
+
+    def __init__(self, config: ComparePruneConfig) -> None:
+        self.config: ComparePruneConfig = config
+        self.allowance = Allowance(config.tokens or config.default_tokens())
+        super().__init__(config)
+        self._prepared: tuple[int, DataSplits, Judge] | None = None
+
+    def prepare(self, seed: int) -> tuple[DataSplits, Judge]:
+        """Text, scores and judge of a seed."""
+        if self._prepared is None or self._prepared[0] != seed:
+            data = build_data(dataclasses.replace(self.config, seed=seed), self.planned.loaded.tokenizer)
+            self.compression.score_experts(data.search)
+            self._prepared = seed, data, Judge(self.compression, data.evaluation)
+        return self._prepared[1:]
+
+    def problem(self, budget: str) -> AllocationProblem:
+        """The problem; a comparison of prunings has one budget."""
+        return self.planned.problem
+
+    def _budget_label(self, budget: str) -> str:
+        experts = self.planned.problem.num_groups
+        return f"{experts - self.planned.kept_experts} of {experts} experts pruned"
+
+    def describe(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Title, allowance and full model, whose perplexity is a mean over the seeds' texts."""
+        known = {entry["seed"]: entry["full_perplexity"] for entry in entries}
+        return {
+            "title": self.config.model,
+            "tokens": self.allowance.tokens,
+            "seconds": None,
+            "full_model": {"perplexity": statistics.fmean(known.values())},
+        }
+
+    def search(
+        self, job: SearchJob, problem: AllocationProblem, curve: _Curve | None, before: np.ndarray | None
+    ) -> tuple[SearchResult, _Prepared]:
+        """Run a method within its share of the allowance."""
+        assert self.allowance.tokens is not None
+        return self.run(job.label.partition("@")[0], job.seed, int(job.share * self.allowance.tokens))
+
+    def run(self, method: str, seed: int, tokens: int) -> tuple[SearchResult, _Prepared]:
+        """Run a method with a seed and an allowance of tokens."""
+        data, _ = self.prepare(seed)
+        entrant = ExpertEntrant.parse(method)
+        allowance = tokens // self.tokens_per_batch
+        prepared = self._sense(entrant, data.search, seed, allowance)
+        selection = data.selection
+        if prepared.forwards and allowance < _SHORT:
+            # Too little for steps: the starting points alone are compared, on as much text as is left for them.
+            left = (allowance - prepared.evaluations) // _START_CANDIDATES
+            selection = selection.select(slice(0, max(left, 1) * self.config.batch_size))
+            settings = {**search_settings(self.config), "steps": 0, "refine": 0, "seed": seed}
+            searcher = make_searcher(entrant.method, settings)
+        else:
+            searcher = entrant.make(allowance - prepared.evaluations, seed, self.config)
+        with self.compression.objective(data.search, selection) as objective:
+            result: SearchResult = searcher.search(self.planned.problem, objective, **self._beliefs(entrant))
+        return result, prepared
+
+    def _sense(self, entrant: ExpertEntrant, data: CalibrationSet, seed: int, allowance: int) -> _Prepared:
+        """Take the gradients behind a prior of sensitivities."""
+        config, compression = self.config, self.compression
+        compression.scores.pop("fisher", None)  # another search's, with its own allowance
+        usual = "none" if entrant.method == PLAIN else config.start
+        if not entrant.gradient_search or (entrant.score or usual) != "fisher":
+            return _Prepared()
+        share = _SENSITIVITY_SHORT if allowance < _SHORT else _SENSITIVITY
+        most = max(int(share * allowance / 3), 1) * config.batch_size
+        count = min(config.sensitivity, most, len(data))
+        compression.sense_removal(data.select(slice(0, count)), seed)
+        batches = -(-count // config.batch_size)
+        return _Prepared(forwards=batches, backwards=batches)
+
+    def _beliefs(self, entrant: ExpertEntrant) -> dict[str, Tensor]:
+        config, compression = self.config, self.compression
+        if not entrant.gradient_search:
+            # Baselines take scores as they are; EvoESAP's order within a layer is REAP's, as published.
+            return {"prior": score_table(compression.scores[entrant.score or "reap"])}
+        if entrant.score is not None:
+            return {"prior": compression.logits_of_scores(entrant.score, config.strength, config.prior_scale)}
+        start = "none" if entrant.method == PLAIN else config.start
+        return compression.beliefs(self.planned.problem, start, config.strength, config.prior_scale)
+
+    def _amounts(self, result: SearchResult, judge: Judge, problem: AllocationProblem) -> dict[str, Any]:
+        return {
+            "full_perplexity": judge.row("full model", None, problem)["perplexity"],
+            "kept_per_layer": [len(layer) for layer in self.compression.kept(result.allocation)],
+        }
+
+
+class _Curve:
+    """What a search would have answered at a few shares of its allowance: tokens spent -> choices."""
+
+    def __init__(self, share: float, allowance: Allowance) -> None:
+        self._tokens = None if allowance.tokens is None else share * allowance.tokens
+        self._seconds = None if allowance.seconds is None else share * allowance.seconds
+        self._due = list(_CURVE_SHARES)
+        self.points: dict[int, np.ndarray] = {}
+
+    def see(self, tokens: int, seconds: float, incumbent: Callable[[], np.ndarray | None]) -> None:
+        """Note the first answer after each share, whichever of the limits is nearer."""
+        used = max(
+            0.0 if self._tokens is None else tokens / self._tokens,
+            0.0 if self._seconds is None else seconds / self._seconds,
+        )
+        if not self._due or used < self._due[0]:
+            return
+        choices = incumbent()
+        if choices is not None:
+            self.points[tokens] = choices.copy()
+            self._due = [share for share in self._due if share > used]
+
+
+def make_contest(config: CompareConfig) -> Contest:
+    """The contest that a configuration describes; runs in every process of a comparison."""
+    return WidthContest(config) if isinstance(config, CompareQuantizeConfig) else ExpertContest(config)
+
+
+def list_jobs(config: CompareConfig) -> list[SearchJob | SweepJob]:
+    """All jobs, seed by seed, so that what is there after a while is whole seeds."""
+    listed = parse_methods(config.methods)
+    if config.seeds < 1:
+        raise ValueError(f"`seeds` must be at least 1, got {config.seeds}.")
+    seeds = range(config.seed, config.seed + config.seeds)
+    if isinstance(config, ComparePruneConfig):
+        for _, name, _ in listed:
+            ExpertEntrant.parse(name)
+        return [
+            SearchJob(config.requested, label, share, seed) for seed in seeds for label, _, share in listed
+        ]
+    for label, _, _ in listed:
+        Entrant.parse(label)
+    jobs: list[SearchJob | SweepJob] = []
+    for seed in seeds:
+        if config.sweep:
+            jobs.append(SweepJob(tuple(config.front()), seed))
+        for budget in config.budget_list():
+            for label, name, share in listed:
+                if seed == seeds[0] or name not in FIXED:
+                    jobs.append(SearchJob(budget, label, share, seed, config.curves and seed == seeds[0]))
+    return jobs
+
+
+def compare(config: CompareConfig, progress: Progress | None = None) -> Comparison:
+    """Run the jobs that the folder does not hold yet; write tables and plots.
+
+    Raises:
+        ValueError: Every search failed.
+    """
+    progress = progress or Silent()
+    jobs = list_jobs(config)
+    if isinstance(config, CompareQuantizeConfig):
+        read_tasks(config.tasks, config.limit)  # refused now, not after the searches
+        folder = config.folder()
+        config = dataclasses.replace(config, out=folder, store=config.store or folder / "candidates")
+    contest = make_contest(config)
+    planned = contest.planned
+    if isinstance(config, ComparePruneConfig):
+        folder = run_folder(config, planned.budget, prefix="compare-")
+    with open_run(config, folder) as run:
+        if not planned.compression.plan.removes_only:
+            contest.compression.on_progress = progress.stage("candidates")
+        run.write_problem(planned.problem)
+        contest.prepare(config.seed)
+        results, failed = run_jobs(
+            jobs,
+            run.folder / "jobs",
+            make_contest,
+            config,
+            workers=config.workers or fitting_workers(planned.estimate, config.threads),
+            threads=config.threads,
+            here=contest,
+            on_done=progress.stage("comparison"),
+        )
+        for name, reason in failed.items():
+            progress.message(f"{name} failed: {reason}")
+        if not results:
+            raise ValueError(_nothing_to_compare(failed))
+        entries = [entry for job in jobs if job.name in results for entry in results[job.name]["entries"]]
+        about = {**contest.describe(entries), "failed": failed}
+        draw = draw_divergence if isinstance(config, ComparePruneConfig) else draw_comparison
+        rows, plots = write_comparison(run.folder, about, entries, progress, draw)
+        return Comparison(rows, entries, failed, run.folder, plots)
 
 
 def fitting_workers(expected: Estimate, threads: int) -> int:
@@ -81,57 +552,6 @@ def fitting_workers(expected: Estimate, threads: int) -> int:
     if free is not None:
         fitting = min(fitting, free // (expected.memory + _PROCESS))
     return max(1, fitting)
-
-
-def run_comparison(
-    run: RunDirectory,
-    jobs: Sequence[Named],
-    make_worker: Callable[[Argument], Worker],
-    argument: Argument,
-    describe: Callable[[list[dict[str, Any]]], Mapping[str, Any]],
-    progress: Progress,
-    *,
-    draw: Draw,
-    workers: int,
-    threads: int,
-    here: Worker | None = None,
-) -> Comparison:
-    """Run what the folder does not hold yet, then write the tables and the plots.
-
-    Args:
-        run: Where to.
-        jobs: All searches; each makes one or more entries of the table.
-        make_worker: See :func:`rco.pipeline.jobs.run_jobs`.
-        argument: Of ``make_worker``.
-        describe: From the entries to what the table says about all of them; see
-            :func:`rco.pipeline.compare_tables.write_comparison`.
-        progress: Is told of jobs that are done, and of those that failed.
-        draw: Makes the plots.
-        workers: Processes.
-        threads: Of each process.
-        here: A worker that this process has already.
-
-    Raises:
-        ValueError: Every search failed.
-    """
-    results, failed = run_jobs(
-        jobs,
-        run.folder / "jobs",
-        make_worker,
-        argument,
-        workers=workers,
-        threads=threads,
-        here=here,
-        on_done=progress.stage("comparison"),
-    )
-    for name, reason in failed.items():
-        progress.message(f"{name} failed: {reason}")
-    if not results:
-        raise ValueError(_nothing_to_compare(failed))
-    entries = [entry for job in jobs if job.name in results for entry in results[job.name]["entries"]]
-    about = {**describe(entries), "failed": failed}
-    rows, plots = write_comparison(run.folder, about, entries, progress, draw)
-    return Comparison(rows, entries, failed, run.folder, plots)
 
 
 def _nothing_to_compare(failed: Mapping[str, str]) -> str:

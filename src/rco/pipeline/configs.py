@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +20,7 @@ __all__ = [
     "TAU",
     "AblationConfig",
     "ComparePruneConfig",
+    "CompareQuantizeConfig",
     "CompressConfig",
     "EvaluateConfig",
     "ExportConfig",
@@ -57,6 +60,9 @@ class CompressConfig:
         None, help="Evaluation text; default: held-back part of `data`.", panel="Data", flag=str | None
     )
     sequences: int = setting(96, help="Sequences for candidates and gradients.", panel="Data", least=1)
+    sensitivity: int = setting(
+        32, help="How many of `sequences` the sensitivities use.", panel="Data", least=1
+    )
     selection: int = setting(16, help="Sequences that choose among candidates.", panel="Data", least=1)
     evaluation: int = setting(32, help="Sequences that judge the result.", panel="Data", least=1)
     length: int = setting(512, help="Tokens per sequence.", panel="Data", least=2)
@@ -120,6 +126,16 @@ class CompressConfig:
 
     def budgets(self) -> dict[str, str | None]:
         """Every kind of budget that this compression takes, and what was typed for it."""
+        raise NotImplementedError
+
+    @property
+    def start(self) -> Any:
+        """What the initial logits come from."""
+        raise NotImplementedError
+
+    @property
+    def strength(self) -> float:
+        """The scale of the initial logits."""
         raise NotImplementedError
 
     @property
@@ -227,10 +243,6 @@ class QuantizeConfig(CompressConfig):
         help="Least tokens an expert is fitted to; below, the likeliest others are added.",
         panel="Experts",
         least=0,
-    )
-
-    sensitivity: int = setting(
-        32, help="How many of `sequences` the sensitivities use.", panel="Data", least=1
     )
 
     prior: Prior | None = setting(
@@ -376,9 +388,25 @@ class PruneConfig(CompressConfig):
         """The score behind the initial logits in force."""
         return self.prior or ("none" if self.searcher == PLAIN else "fisher")
 
+    @property
+    def strength(self) -> float:
+        """The scale of the initial logits."""
+        return self.prior_strength
+
     def budgets(self) -> dict[str, str | None]:
         """Experts to prune, parameters or bytes that stay."""
         return {"experts": self.experts, "parameters": self.parameters, "size": self.size}
+
+
+_MOST_CANDIDATES = 8  # that a search compares at its end, at most
+
+
+def _search_tokens(config: CompressConfig) -> int:
+    scored = isinstance(config, PruneConfig) and config.start != "fisher"  # without gradients
+    sensitivity = 0 if scored else config.sensitivity
+    gradients = sensitivity + config.steps * config.samples * config.batch_size
+    forwards = config.selection * (_MOST_CANDIDATES + config.refine_passes)
+    return (3 * gradients + forwards) * config.length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,6 +420,114 @@ class SearchProcesses:
         least=1,
     )
     threads: int = setting(1, help="Threads of each process.", panel="Machine", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
+    """Methods side by side at one or more budgets; the flags of ``rco compare quantize``."""
+
+    methods: str = setting(
+        "rco,rco@0.1,rco-plain,evopress,impq,higgs,one-at-a-time,fisher,fisher-pooled,first-order,output-error,greedy,"
+        "greedy-down,random,lagrangian,augmented-lagrangian,penalty,frank-wolfe,uniform,uniform-fill,"
+        "uniform-random-fill",
+        help="Comma-separated; see `rco ls methods`. METHOD@0.1 has a tenth of the allowance, METHOD+prior starts "
+        "from RCO's prior, METHOD+weight-error from the initial logits of the paper's own code; "
+        "fisher-pooled is the knapsack of RCO's prior.",
+        panel="Comparison",
+    )
+    seeds: int = setting(3, help="Seeds of each search; the data stay the same.", panel="Comparison", least=1)
+    allowance: str | None = setting(
+        None,
+        help="What every search may spend: tokens=NUMBER (a backward counts as two), seconds=NUMBER, or both; "
+        "default: the tokens that rco takes.",
+        panel="Comparison",
+    )
+    sweep: bool = setting(
+        False,
+        help="Also draw a front: rco at `sweep_budgets` budgets from the lowest to the highest of `bits`, each "
+        "search started from the one before, with a quarter of the allowance.",
+        panel="Comparison",
+    )
+    sweep_budgets: int = setting(9, help="Budgets of `sweep`.", panel="Comparison", least=2)
+    curves: bool = setting(
+        True, help="Judge each search on its way, too, with the first seed.", panel="Comparison"
+    )
+    tasks: str | None = setting(
+        None, help="Tasks to measure, too: JSONL files or lm-eval names, comma-separated.", panel="Comparison"
+    )
+    limit: int | None = setting(None, help="Items per task.", panel="Comparison", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prior is not None:
+            raise ValueError(
+                f"In a comparison the name of a method says where it starts, such as rco-plain+weight-error or "
+                f"evopress+prior: leave out `prior`, got {self.prior}."
+            )
+
+    def budget_list(self) -> list[str]:
+        """The budgets, as they were written."""
+        return [part.strip() for part in (self._budget()[1] or "").split(",") if part.strip()]
+
+    def front(self) -> list[str]:
+        """The budgets of a sweep at equal distances, exact decimals, from the lowest to the highest."""
+        if self.bits is None:
+            raise ValueError(
+                "`sweep` needs `bits` with the lowest and the highest budget, such as `bits='2.25,4.0'`."
+            )
+        ends = [Fraction(part) for part in self.budget_list()]
+        low, high = min(ends), max(ends)
+        if low == high:
+            raise ValueError(f"`sweep` needs two different budgets in `bits`, got {self.bits}.")
+        steps = [low + (high - low) * k / (self.sweep_budgets - 1) for k in range(self.sweep_budgets)]
+        # One that is also listed is written as it is there, so that both come under one heading.
+        listed = dict(zip(ends, self.budget_list(), strict=True))
+        return [
+            listed.get(step) or f"{Decimal(round(step * 10**4)).scaleb(-4).normalize():f}" for step in steps
+        ]
+
+    def default_tokens(self) -> int:
+        """Tokens that RCO forwards with these settings, a backward counted as two."""
+        return _search_tokens(self)
+
+    def _budget(self) -> tuple[str, str | None]:
+        named = [(kind, text) for kind, text in self.budgets().items() if text is not None]
+        if len(named) != 1:
+            raise ValueError(
+                f"Give one kind of budget, such as `bits='2.25,2.5'`; got {[k for k, _ in named] or 'none'}."
+            )
+        return named[0]
+
+    def single(self, budget: str) -> QuantizeConfig:
+        """The same with one of the budgets, and without a checkpoint: export rules do not apply."""
+        named: dict[str, Any] = {self._budget()[0]: budget, "format": "none"}
+        return dataclasses.replace(self, **named)
+
+    def folder(self) -> Path:
+        """Where the comparison is kept."""
+        kind, text = self._budget()
+        name = f"compare-{Path(self.model).name}-{kind}-{text}"
+        return self.out or Path("runs") / "".join(c if c.isalnum() or c in "-._" else "-" for c in name)
+
+    def identity(self) -> dict[str, Any]:
+        """As for a run; budgets, seeds and methods may be added to a comparison later."""
+        described = super().identity()
+        free = (
+            *self.budgets(),
+            "seeds",
+            "methods",
+            "searcher",
+            "format",
+            "store",
+            "sweep",
+            "sweep_budgets",
+            "curves",
+            "workers",
+            "threads",
+        )
+        for name in free:
+            described.pop(name)
+        return described
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,6 +552,10 @@ class ComparePruneConfig(SearchProcesses, PruneConfig):
         panel="Comparison",
         least=1,
     )
+
+    def default_tokens(self) -> int:
+        """Tokens that RCO forwards with these settings, a backward counted as two."""
+        return _search_tokens(self)
 
     def identity(self) -> dict[str, Any]:
         """As for a run; more seeds or methods may be added to a comparison later."""

@@ -1,24 +1,53 @@
-"""Who takes part in a comparison: labels such as ``rco@0.1`` or ``evopress+prior``, and what each may spend."""
+"""Methods as a comparison names them (``rco@0.1``, ``evopress+prior``, ``reap-global``), and their allowance."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rco import tables
 from rco.baselines.evolution import Evolution
 from rco.baselines.sensitivity import Fisher
+from rco.compression.compression import SCORES
 from rco.core.search import GumbelSearch
 from rco.pipeline.configs import PLAIN, CompressConfig
 from rco.pipeline.searchers import make_searcher, search_settings
 
-__all__ = ["FIXED", "POOLED", "Allowance", "Entrant"]
+__all__ = ["FIXED", "POOLED", "Allowance", "Entrant", "ExpertEntrant", "parse_methods"]
 
 POOLED = "fisher-pooled"
 # Rules that no seed changes: they run once.
 FIXED = ("uniform", "uniform-fill", "output-error")
 Start = Literal["zeros", "weight-error", "prior"]
+# From all experts down is the direction that pruning goes; up from too few for the router is none.
+_ALIASES = {"greedy": "greedy-down"}
+_BY_ACCEPTANCE = "evoesap-acceptance"
 _STARTS: dict[str, Start] = {"": "zeros", "weight-error": "weight-error", "prior": "prior"}
+
+
+def parse_methods(text: str) -> list[tuple[str, str, float]]:
+    """(label, method, share of the tokens) of a list such as ``rco,rco@0.1,evoesap``."""
+    found = []
+    for label in (part.strip() for part in text.split(",")):
+        if not label:
+            continue
+        name, _, share = label.partition("@")
+        try:
+            value = float(share) if share else 1.0
+        except ValueError:
+            value = 0.0
+        if not 0 < value <= 1:
+            raise ValueError(
+                f"{label!r}: after @ comes the share of the tokens, between 0 and 1, as in rco@0.1."
+            )
+        found.append((label, name, value))
+    if not found:
+        raise ValueError("`methods` names no method; give a list such as rco,evoesap,random.")
+    if len({label for label, _, _ in found}) < len(found):
+        raise ValueError(f"`methods` names a method twice: {text}.")
+    return found
 
 
 @dataclass(frozen=True)
@@ -117,3 +146,64 @@ class Entrant:
         if evaluations is None and seconds is None:
             given = {name: value for name, value in given.items() if value is not None}
         return make_searcher(self.method, given)
+
+
+@dataclass(frozen=True)
+class ExpertEntrant:
+    """A method as a comparison of prunings runs it.
+
+    Attributes:
+        method: Name in the table of methods.
+        score: Score that the method picks, orders or starts by; None for its usual prior, which of Algorithm 1 as
+            printed is none.
+        settings: Further settings in the name.
+    """
+
+    method: str
+    score: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, name: str) -> ExpertEntrant:
+        """A method of the table, or a score (``reap``, ``reap-global``).
+
+        ``evoesap-SCORE`` orders by another score, ``evoesap-acceptance`` breeds by expected acceptance.
+
+        Raises:
+            ValueError: The name is none of these.
+        """
+        score, _, tail = name.partition("-")
+        if score in SCORES and tail in ("", "global"):
+            return cls("top-global" if tail else "top-per-block", score)
+        if name == _BY_ACCEPTANCE:
+            return cls("evoesap", settings={"fitness": "acceptance"})
+        method, _, score = name.rpartition("-")
+        if score in SCORES and method in tables.METHODS:
+            return cls(_ALIASES.get(method, method), score)
+        if name not in tables.METHODS:
+            derived = [f"{s}-global" for s in SCORES] + [f"evoesap-{s}" for s in SCORES]
+            raise tables.unknown_name("method", name, [*tables.METHODS, *SCORES, *derived, _BY_ACCEPTANCE])
+        return cls(_ALIASES.get(name, name))
+
+    @property
+    def searcher(self) -> Any:
+        """The class."""
+        return tables.load(tables.METHODS, self.method, "method")
+
+    @property
+    def gradient_search(self) -> bool:
+        """Whether it is RCO or one of its kin, which start from logits rather than scores."""
+        return issubclass(self.searcher, GumbelSearch)
+
+    def make(self, evaluations: int, seed: int, config: CompressConfig) -> Any:
+        """The searcher within an allowance; RCO and its kin with the settings of the configuration."""
+        cls = self.searcher
+        known = {entry.name for entry in dataclasses.fields(cls)}
+        given: dict[str, Any] = {"generations": config.generations}
+        if self.gradient_search:
+            given |= search_settings(config, plain=self.method == PLAIN)
+            given["refine"] = None if given["refine"] else 0
+        given |= {"steps": None, "seed": seed}
+        if known & {"generations", "steps", "lazy"}:  # rules have nothing to limit
+            given["max_evaluations"] = evaluations
+        return make_searcher(self.method, {**given, **self.settings})

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from rco.compression.compression import Compression, Residency
 from rco.compression.memory import SearchMemory, search_memory
-from rco.compression.plan import QuantizationPlan
-from rco.compression.quantization import Residency
+from rco.compression.plan import CompressionPlan
 from rco.models.capture import block_kinds, lone_block
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
@@ -26,6 +26,10 @@ _FEWEST_TOKENS = 16
 _GROWTH = 4
 _REPEATS = 5
 _SECONDS = 0.1
+
+_COMPARED = 6  # allocations that are compared on the selection text
+_EVALUATED = 8  # allocations that are evaluated, the full model among them
+_SEARCHES_BY_DOMAIN = 4  # one on all text, and one on each of about three domains
 
 clock, cpu_clock = time.perf_counter, time.process_time
 
@@ -90,7 +94,7 @@ class Estimate:
 
 
 def choose_residency(
-    loaded: LoadedModel, plan: QuantizationPlan, config: Any
+    loaded: LoadedModel, plan: CompressionPlan, config: Any
 ) -> tuple[Residency, SearchMemory]:
     """Where the candidates go, as asked or by what is free, and what that takes.
 
@@ -110,7 +114,8 @@ def choose_residency(
         )
 
     devices = {parameter.device for parameter in loaded.model.parameters()}
-    if len(devices) > 1 and config.memory == "offload":
+    asked: Literal["auto", "resident", "offload"] = getattr(config, "memory", "auto")
+    if len(devices) > 1 and asked == "offload":
         raise ValueError(
             "`memory='offload'` streams to one GPU, and this model is spread over several devices; "
             "leave `memory` out, which keeps every linear's candidates beside it."
@@ -118,8 +123,8 @@ def choose_residency(
     if loaded.device.type != "cuda" or len(devices) > 1:
         return "resident", needed(False)
     resident, offload = needed(False), needed(True)
-    if config.memory != "auto":
-        return config.memory, offload if config.memory == "offload" else resident
+    if asked != "auto":
+        return asked, offload if asked == "offload" else resident
     # The model is there already; a tenth stays free for what fragments.
     free = 0.9 * torch.cuda.mem_get_info(loaded.device)[0] + offload.weights + offload.originals
     if resident.peak <= free:
@@ -134,41 +139,50 @@ def choose_residency(
     )
 
 
-def estimate(
-    loaded: LoadedModel, plan: QuantizationPlan, config: Any, residency: Residency, memory: SearchMemory
-) -> Estimate:
+def estimate(compression: Compression, config: Any, residency: Residency, memory: SearchMemory) -> Estimate:
     """Memory as counted, time from the forward passes of each stage and what one takes on this machine."""
-    packed = plan.packed_widths
-    head = loaded.layout.head(loaded.model).weight
-    dtype = compute_dtype(config.compute, loaded.device, loaded.dtype)
+    loaded, dtype = compression.loaded, compression.compute_dtype
+    hidden = loaded.layout.head(loaded.model).weight.shape[1]
     sequences = config.sequences + config.selection
+    removal = compression.plan.removes_only
+    sensitivity = 0 if removal and config.start != "fisher" else config.sensitivity
     passes = (
         3 * config.steps * config.samples * config.batch_size
-        + config.selection * (5 + config.refine_passes)
-        + 3 * config.sensitivity
-        + 2 * config.sequences
-        + sequences
-        + 8 * config.evaluation
+        + config.selection * (_COMPARED + config.refine_passes)
+        + 3 * sensitivity
+        + 2 * config.sequences  # Hessians, or scores of experts
+        + sequences  # the reference
+        + _EVALUATED * config.evaluation
     )
-    # Quantization itself: a Hessian and a column loop per linear, for all widths, as a number of forward passes.
-    gptq = sum(
-        2 * info.in_features**2 * config.length * config.sequences * _share(info) / 3
-        + len(packed) * info.out_features * info.in_features**2
-        for info in plan.linears
-    )
-    if config.method != "rtn":
-        passes += gptq / (2 * config.length * (head.numel() + _weights_per_token(loaded)))
+    if not removal:
+        passes += _candidate_passes(compression, config)
+    elif config.by_domain:
+        passes *= _SEARCHES_BY_DOMAIN
     return Estimate(
         model_bytes=memory.weights,
         original_bytes=memory.originals,
         candidate_bytes=memory.candidates,
-        reference_bytes=sequences * config.length * head.shape[1] * dtype.itemsize,
+        reference_bytes=sequences * config.length * hidden * dtype.itemsize,
         activation_bytes=memory.activations,
         workspace_bytes=memory.workspace,
         seconds=passes * forward_seconds(loaded, dtype, config.length),
         residency=residency,
         on_gpu=loaded.device.type == "cuda",
     )
+
+
+def _candidate_passes(compression: Compression, config: Any) -> float:
+    """Quantization itself as a number of forward passes: a Hessian and a column loop per linear, for all widths."""
+    if compression.settings.method == "rtn":
+        return 0.0
+    plan, loaded = compression.plan, compression.loaded
+    products = sum(
+        2 * info.in_features**2 * config.length * config.sequences * _share(info) / 3
+        + len(plan.packed_widths) * info.out_features * info.in_features**2
+        for info in plan.linears
+    )
+    head = loaded.layout.head(loaded.model).weight
+    return float(products / (2 * config.length * (head.numel() + _weights_per_token(loaded))))
 
 
 def forward_seconds(loaded: LoadedModel, dtype: torch.dtype, length: int) -> float:

@@ -6,24 +6,18 @@ import dataclasses
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-from rco.compression.quantization import QuantizationBackend
 from rco.core.problem import Allocation
-from rco.pipeline.checkpoints import export_pruning, export_quantized, make_exporter
-from rco.pipeline.common import Planned
+from rco.pipeline.checkpoints import export_checkpoint, make_exporter
 from rco.pipeline.configs import CompressConfig, ExportConfig, PruneConfig, QuantizeConfig
-from rco.pipeline.prune import plan_pruning
-from rco.pipeline.quantize import plan_quantization
+from rco.pipeline.planning import Planned, plan_compression
 from rco.runs import RunDirectory, RunError
 
 __all__ = ["export_run", "plan_export"]
 
 ConfigT = TypeVar("ConfigT", bound=CompressConfig)
-_CHECKED_TOKENS = 64
 
 
-def plan_export(config: ExportConfig) -> tuple[Planned[Any], Allocation, Path]:
+def plan_export(config: ExportConfig) -> tuple[Planned, Allocation, Path]:
     """Everything that an export needs, checked: the run's model and problem, its allocation, the target folder.
 
     Raises:
@@ -35,12 +29,10 @@ def plan_export(config: ExportConfig) -> tuple[Planned[Any], Allocation, Path]:
     if not run.finished or kind is None:
         raise RunError(f"{config.run} is not finished: continue it with `resume=True`, then export.")
     make_exporter(config.format, kind)
-    planned: Planned[Any]
-    if kind == QuantizationBackend.name:
-        planned = plan_quantization(_settings(QuantizeConfig, run, config))
-        planned.backend.open_store(run.metrics.get("candidates"))
-    else:
-        planned = plan_pruning(_settings(PruneConfig, run, config))
+    settings = QuantizeConfig if kind == "quantization" else PruneConfig
+    planned = plan_compression(_settings(settings, run, config))
+    if not planned.compression.plan.removes_only:
+        planned.compression.open_store(run.metrics.get("candidates"))
     if planned.loaded.fingerprint != run.metrics["model"]["fingerprint"]:
         raise RunError(
             f"{run.config['model']} is not the model that {run.folder} was made with: its weights have changed."
@@ -51,11 +43,7 @@ def plan_export(config: ExportConfig) -> tuple[Planned[Any], Allocation, Path]:
 def export_run(config: ExportConfig) -> dict[str, Any]:
     """Write the run's allocation in ``config.format``; returns what was written and what was checked."""
     planned, allocation, out = plan_export(config)
-    if planned.backend.name == QuantizationBackend.name:
-        return export_quantized(planned, allocation, config.format, out, overwrite=config.overwrite)
-    vocabulary = planned.loaded.layout.embedding(planned.loaded.model).weight.shape[0]
-    tokens = torch.arange(_CHECKED_TOKENS)[None] % vocabulary
-    return export_pruning(planned, allocation, config.format, out, tokens, overwrite=config.overwrite)
+    return export_checkpoint(planned, allocation, config.format, out, overwrite=config.overwrite)
 
 
 def _settings(cls: type[ConfigT], run: RunDirectory, config: ExportConfig) -> ConfigT:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rco.compression.base import Backend
+from rco.compression.compression import Compression
 from rco.core.problem import Allocation, AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.evaluation.divergence import measure_divergence
@@ -16,10 +16,10 @@ __all__ = ["Judge"]
 
 
 class Judge:
-    """Evaluates allocations of one backend; the full model's hidden states are computed once."""
+    """Evaluates allocations of one compression; the full model's hidden states are computed once."""
 
-    def __init__(self, backend: Backend, data: CalibrationSet, batch_size: int = 4) -> None:
-        self._backend, self._data, self._batch_size = backend, data, batch_size
+    def __init__(self, compression: Compression, data: CalibrationSet, batch_size: int = 4) -> None:
+        self._compression, self._data, self._batch_size = compression, data, batch_size
         self._reference: ReferenceStates | None = None
         self._measured: dict[tuple[int, ...] | None, dict[str, Any]] = {}
 
@@ -27,9 +27,9 @@ class Judge:
     def reference(self) -> ReferenceStates:
         """Hidden states of the full model on the evaluation text."""
         if self._reference is None:
-            with computing_in(self._backend.loaded.model, self._backend.compute_dtype):
+            with computing_in(self._compression.loaded.model, self._compression.compute_dtype):
                 self._reference = ReferenceStates.compute(
-                    self._backend.loaded, self._data, batch_size=self._batch_size
+                    self._compression.loaded, self._data, batch_size=self._batch_size
                 )
         return self._reference
 
@@ -40,7 +40,7 @@ class Judge:
             self._measured[key] = self._measure(allocation)
         return {
             "name": name,
-            **self._backend.amounts(allocation),
+            **self._compression.amounts(allocation),
             "within_budget": allocation is not None and problem.is_feasible(allocation),
             **self._measured[key],
         }
@@ -51,8 +51,8 @@ class Judge:
         return float(known["kl"] if known is not None else self._diverge(self._states(allocation))["kl"])
 
     def _states(self, allocation: Allocation) -> ReferenceStates:
-        with self._backend.apply(allocation):
-            return ReferenceStates.compute(self._backend.loaded, self._data, batch_size=self._batch_size)
+        with self._compression.apply(allocation):
+            return ReferenceStates.compute(self._compression.loaded, self._data, batch_size=self._batch_size)
 
     def _diverge(self, states: ReferenceStates) -> dict[str, Any]:
         return measure_divergence(states, self.reference, self._data, batch_size=self._batch_size)

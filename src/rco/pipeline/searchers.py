@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from rco import tables
+from rco.compression.plan import CompressionPlan
 from rco.core.plain import PRINTED
+from rco.core.problem import AllocationProblem
 from rco.pipeline.configs import PLAIN, TAU, CompressConfig
 
-__all__ = ["configured_searcher", "make_searcher", "search_settings"]
+__all__ = ["configured_searcher", "impq_pair", "make_searcher", "search_settings"]
+
+_IMPQ_WIDTHS = (2, 4)  # as in its paper
 
 
 def search_settings(config: CompressConfig, *, plain: bool | None = None) -> dict[str, Any]:
@@ -52,3 +56,13 @@ def configured_searcher(config: CompressConfig, own: Mapping[str, Any] | None = 
         ValueError: The method is unknown, or a setting is none that it takes.
     """
     return make_searcher(config.searcher, {**search_settings(config), **(own or {})})
+
+
+def impq_pair(plan: CompressionPlan, problem: AllocationProblem) -> tuple[int, int] | None:
+    """IMPQ's own two widths where there are candidates for both and the budget lies between them."""
+    if not all(width in plan.widths for width in _IMPQ_WIDTHS):
+        return None
+    low, high = (plan.widths.index(width) for width in _IMPQ_WIDTHS)
+    costs = problem.unit_costs[0]
+    between = costs[:, low].sum() <= problem.unit_budgets[0] < costs[:, high].sum()
+    return (low, high) if between and problem.allowed[:, [low, high]].all() else None

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from rco.compression.candidates import candidate_name
-from rco.compression.memory import pruning_memory, search_memory
-from rco.compression.quantization import QuantizationBackend
+from rco.compression.memory import search_memory
 from rco.core.evaluation import one_hot
 from rco.core.knapsack import solve_choices, solve_mckp
 from rco.core.relaxation import gumbel_noise
@@ -84,7 +83,7 @@ def run(
     case.backend.checkpointing = False
     report = {
         "shape": shape,
-        "kind": case.backend.name,
+        "kind": case.backend.kind,
         "groups": case.problem.num_groups,
         "options": case.problem.num_options,
         "layers": len(case.loaded.layout.blocks(case.loaded.model)),
@@ -147,9 +146,6 @@ def _noise(case: Case, samples: int) -> np.ndarray:
 
 def expected_bytes(case: Case, length: int, checkpointing: bool, offload: bool) -> int:
     """Memory that a search on a case is expected to take on its device."""
-    if not isinstance(case.backend, QuantizationBackend):
-        dtype = case.backend.compute_dtype
-        return pruning_memory(case.loaded, tokens=length, dtype=dtype, checkpointing=checkpointing).search
     return search_memory(
         case.loaded,
         case.backend.plan,
@@ -169,7 +165,7 @@ def breakdown(case: Case, samples: int, seconds: float) -> dict[str, Any]:
     values = _noise(case, samples)
     parts = {"knapsack": measure(lambda: solve_choices(values, case.problem), place, 5).median / samples}
     kernels: dict[str, Any] = {}
-    if isinstance(case.backend, QuantizationBackend):
+    if not case.backend.plan.removes_only:
         matrices = Counter(candidate_name(info) for info in case.backend.plan.linears)
         layers = [(list(options.values()), matrices[name]) for name, options in case.backend.packed().items()]
         decoding, products, kernels = _kernels(layers, case.backend.compute_dtype, place)
@@ -298,7 +294,7 @@ def run_memory(
             job=job,
         )
         loaded = case.loaded
-        if isinstance(case.backend, QuantizationBackend):
+        if not case.backend.plan.removes_only:
             packed = case.backend.packed()
         with sample_of(case) as work:
             timed = measure(work, place, repeats)
@@ -314,7 +310,7 @@ def run_memory(
     assert loaded is not None
     return {
         "shape": shape,
-        "kind": case.backend.name,
+        "kind": case.backend.kind,
         "tokens": length,
         "layers": len(loaded.layout.blocks(loaded.model)),
         "modes": rows,

@@ -14,11 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rco.compression.base import Budget
+from rco.compression.budget import Budget
 from rco.compression.candidates import candidate_name, option_label
-from rco.compression.expert_pruning import ExpertPruningBackend
-from rco.compression.plan import make_plan
-from rco.compression.quantization import QuantizationBackend, Residency
+from rco.compression.compression import Compression, Residency
+from rco.compression.plan import make_plan, make_removal_plan
 from rco.compression.recording import captured
 from rco.core.problem import AllocationProblem
 from rco.data.calibration import CalibrationSet
@@ -75,7 +74,7 @@ class Case:
     """A model with a compression backend on it, ready to be searched."""
 
     loaded: LoadedModel
-    backend: QuantizationBackend | ExpertPruningBackend
+    backend: Compression
     problem: AllocationProblem
     data: CalibrationSet
 
@@ -189,11 +188,12 @@ def make_case(
         loaded = random_model(shape, device=device, dtype=dtype, layers=layers)
     data = random_tokens(loaded, sequences, length)
     if job_of(shape, job) == "prune":
-        pruning = ExpertPruningBackend(loaded, prior="none", checkpointing=checkpointing)
+        plan = make_removal_plan(model_linears(loaded.layout, loaded.model))
+        pruning = Compression(loaded, plan, checkpointing=checkpointing)
         return Case(loaded, pruning, pruning.problem(Budget.parse(experts="0.25")), data)
     linears = model_linears(loaded.layout, loaded.model)
     plan = make_plan(loaded.layout, linears, widths=WIDTHS, group_size=group, symmetric=False)
-    backend = QuantizationBackend(loaded, plan, Path("unused"), checkpointing=checkpointing, memory=memory)
+    backend = Compression(loaded, plan, Path("unused"), checkpointing=checkpointing, memory=memory)
     if packed is None:
         made: dict[str, dict[str, PackedWeight]] = {}
         for members in plan.fetched_together:

@@ -51,14 +51,15 @@ class ExpertGates:
         counts: Experts per layer; gates of layer ``l`` start at ``sum(counts[:l])``.
         mode: ``deployed`` or ``scale``, see :func:`expert_gates`.
         room: For the probes of a backward pass.
+        devices: Where each layer is.
     """
 
     def __init__(self, layers: Sequence[MoELayer], mode: GateMode) -> None:
         self.layers = tuple(layers)
         self.counts = tuple(layer.num_experts for layer in self.layers)
         self.mode = mode
-        self._devices = [next(layer.router.parameters()).device for layer in self.layers]
-        on_host = all(place.type == "cpu" for place in self._devices)
+        self.devices = [next(layer.router.parameters()).device for layer in self.layers]
+        on_host = all(place.type == "cpu" for place in self.devices)
         self.room = ProbeRoom(len(self.layers), always_counted=on_host)
         self._gates = [_LayerGates(layer, mode, self.room) for layer in self.layers]
 
@@ -84,7 +85,7 @@ class ExpertGates:
         parts = self._split(keep)
         bare = [part.detach().cpu() for part in (parts if values is None else self._split(values))]
         if self.mode == "scale":
-            for gates, part, here, device in zip(self._gates, parts, bare, self._devices, strict=True):
+            for gates, part, here, device in zip(self._gates, parts, bare, self.devices, strict=True):
                 ones = bool((here == 1).all()) and not part.requires_grad
                 dtype = torch.float64 if _is_double(gates.layer) else torch.float32
                 gates.use(None, None if ones else send(part.to(dtype), device))
@@ -94,9 +95,9 @@ class ExpertGates:
         # that what is launched may be recorded and launched again with others.
         together = torch.cat([part.detach() for part in parts]) > 0.5 if on_one else torch.cat(flags)
         placed = {
-            device: torch.split(send(together, device), list(self.counts)) for device in set(self._devices)
+            device: torch.split(send(together, device), list(self.counts)) for device in set(self.devices)
         }
-        for index, (gates, part, device) in enumerate(zip(self._gates, parts, self._devices, strict=True)):
+        for index, (gates, part, device) in enumerate(zip(self._gates, parts, self.devices, strict=True)):
             gate = send(part, device) if part.requires_grad else None
             kept = int(flags[index].sum())
             unchanged = kept == gates.layer.num_experts and gate is None

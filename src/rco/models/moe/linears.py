@@ -47,8 +47,11 @@ class ExpertLinear(LinearInfo):
 
     @property
     def weight(self) -> Tensor:
-        """The weight as (out_features, in_features); a view of the stacked tensor."""
+        """The weight as (out_features, in_features); a view of the stacked tensor where there is one."""
         experts: Any = self.layer.experts
+        if not self.layer.fused:
+            own: Tensor = experts[self.expert].get_parameter(f"{self.name.rpartition('.')[2]}.weight")
+            return own.detach()
         return self.place((experts.down_proj if self.projection == "down" else experts.gate_up_proj).detach())
 
     def place(self, stacked: Tensor) -> Tensor:
@@ -71,7 +74,9 @@ class ExpertLinear(LinearInfo):
 
     @property
     def stored_in(self) -> str:
-        """Entry of the state dict that holds the stacked tensor."""
+        """Entry of the state dict that holds the stacked tensor; its own where experts are separate modules."""
+        if not self.layer.fused:
+            return f"{self.name}.weight"
         tensor = "down_proj" if self.projection == "down" else "gate_up_proj"
         return f"{self.layer.experts_name}.{tensor}"
 
@@ -115,13 +120,12 @@ def _matrices(layer: MoELayer, stacked: Tensor, down: bool) -> Tensor:
 
 def expert_linears(layer: MoELayer) -> list[ExpertLinear]:
     """Gate, up and down projection of every expert of a layer."""
-    up, down = original_stacks(layer)
     row, found = layer.architecture, []
     inside = f"{layer.name.rpartition('.')[2]}.{row.experts}"
     has_bias = bool(getattr(layer.experts, "has_bias", False))
+    shapes = _projection_shapes(layer)
     for expert in range(layer.num_experts):
-        for projection, own in zip(PROJECTIONS, row.projections, strict=True):
-            rows, columns = (down if projection == "down" else up).shape[2:]
+        for projection, own, (rows, columns) in zip(PROJECTIONS, row.projections, shapes, strict=True):
             found.append(
                 ExpertLinear(
                     name=f"{layer.experts_name}.{expert}.{own}",
@@ -140,6 +144,16 @@ def expert_linears(layer: MoELayer) -> list[ExpertLinear]:
                 )
             )
     return found
+
+
+def _projection_shapes(layer: MoELayer) -> list[tuple[int, int]]:
+    """Rows and columns of the gate, up and down projections, which all experts of a layer have in common."""
+    if layer.fused:
+        up, down = original_stacks(layer)
+        return [tuple(up.shape[2:]), tuple(up.shape[2:]), tuple(down.shape[2:])]  # type: ignore[list-item]
+    experts: Any = layer.experts
+    weights = [experts[0].get_parameter(f"{own}.weight") for own in layer.architecture.projections]
+    return [(weight.shape[0], weight.shape[1]) for weight in weights]
 
 
 def model_linears(layout: Layout, model: nn.Module, *, include_head: bool = False) -> list[LinearInfo]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rco.core.transfer import send
 from rco.formats.switchable import WeightBuffer
-from rco.models.moe.gates import ExpertGates, expert_gates
+from rco.models.moe.gates import ExpertGates, GateMode, expert_gates
 from rco.models.moe.options import ExpertOptions, PlacedChoices, SelectedExperts
 from rco.models.moe.probe_buffer import ProbeRoom
 
@@ -24,8 +24,9 @@ class SwitchableExperts:
 
     Args:
         handle: The gates that have taken over the layers' forwards.
-        options: Sparse layer -> its options.
+        options: Sparse layer -> its compressed options. A layer without any computes with its own weights.
         rows: Sparse layer -> (experts, 3) row of the gates for every gate, up and down projection.
+        removed: Column of the gates that takes an expert out of the router; None: no expert can be removed.
         wanted: (N, K) options whose gradient is wanted; None: all.
     """
 
@@ -34,33 +35,46 @@ class SwitchableExperts:
         handle: ExpertGates,
         options: Mapping[int, ExpertOptions],
         rows: Mapping[int, NDArray[np.int64]],
+        removed: int | None = None,
         wanted: NDArray[np.bool_] | None = None,
     ) -> None:
-        self._handle, self.options = handle, dict(options)
-        self._rows = {layer: np.array(rows[layer], dtype=np.int64) for layer in options}
+        self.handle, self.options, self._removed = handle, dict(options), removed
+        self._rows = {layer: np.array(own, dtype=np.int64) for layer, own in rows.items()}
         self._wanted = {layer: (True,) * each.num_options for layer, each in options.items()}
         if wanted is not None:
-            for layer, own in self._rows.items():
-                self._wanted[layer] = tuple(np.atleast_1d(wanted[np.unique(own)].any(axis=0)).tolist())
+            for layer in options:
+                own = np.unique(self._rows[layer])
+                self._wanted[layer] = tuple(np.atleast_1d(wanted[own].any(axis=0)).tolist())
         # By device: its layers, and the rows of all of them.
         self._places: dict[torch.device, tuple[list[int], Tensor]] = {}
-        for device in {each.device for each in options.values()}:
-            layers = [layer for layer, each in options.items() if each.device == device]
-            together = np.concatenate([self._rows[layer] for layer in layers])
-            self._places[device] = layers, torch.from_numpy(together).to(device)
+        by_device: dict[torch.device, list[int]] = {}
+        for layer in self._rows:
+            by_device.setdefault(handle.devices[layer], []).append(layer)
+        for device, layers in by_device.items():
+            self._places[device] = layers, self._host_rows(layers).to(device)
 
     @property
     def room(self) -> ProbeRoom | None:
-        """For the probes of pruned experts; None where none can be pruned."""
-        prunes = any(options.pruned is not None for options in self.options.values())
-        return self._handle.room if prunes else None
+        """For the probes of removed experts; None where none can be removed."""
+        return None if self._removed is None else self.handle.room
 
     def recordable(self, dtype: torch.dtype) -> bool:
         """Whether :meth:`set_gates` takes ``recorded``, the experts computing in a type."""
         one_device = len(self._places) == 1
         return one_device and all(options.follows_places(dtype) for options in self.options.values())
 
-    def set_gates(self, gates: Tensor, choices: Sequence[int | None], recorded: bool = False) -> None:
+    def check_gates(self, choices: Sequence[int | None]) -> None:
+        """Refuse choices that leave a router fewer experts than it picks."""
+        if self._removed is not None and self.handle.mode == "deployed":
+            self.handle.check_deployed(torch.cat(self._staying(self._picked(choices))))
+
+    def set_gates(
+        self,
+        gates: Tensor,
+        choices: Sequence[int | None],
+        recorded: bool = False,
+        mode: GateMode = "deployed",
+    ) -> None:
         """Let every expert use the option that its rows of the gates pick.
 
         Args:
@@ -68,25 +82,40 @@ class SwitchableExperts:
             choices: The option of every row.
             recorded: The experts read their choices off the gates when they run, so that what they launch may be
                 recorded and launched again with other gates; see :meth:`recordable`.
+            mode: How removal is modelled; see :func:`rco.models.moe.gates.expert_gates`.
         """
         picked = self._picked(choices)
-        placed = self._read(gates) if recorded else self._sent(picked)
         own = self._own_gates(gates) if gates.requires_grad else {}
-        keep: list[Tensor] = []
-        for layer in self._handle.layers:
-            options = self.options.get(layer.index)
-            gate = own.get(layer.index)
-            if options is not None:
-                selected = SelectedExperts(options, gate, self._wanted[layer.index], placed[layer.index])
-                self._handle.use_options(layer.index, selected)
-            if options is None or options.pruned is None:
-                keep.append(torch.ones(layer.num_experts, dtype=torch.bool, device=gates.device))
-            elif gate is not None:
-                keep.append(1.0 - gate[:, 0, options.pruned])
-            else:
-                keep.append(placed[layer.index].choices[:, 0] != options.pruned)
-        if self.room is not None:
-            self._handle.set_gates(keep, self._staying(picked))
+        if self.options:
+            placed = self._read(gates) if recorded else self._sent(picked)
+            for layer in self.options:
+                selected = SelectedExperts(
+                    self.options[layer], own.get(layer), self._wanted[layer], placed[layer]
+                )
+                self.handle.use_options(layer, selected)
+        if self._removed is not None:
+            self.handle.use_mode(mode)
+            self.handle.set_gates(self._keep(gates, own), self._staying(picked))
+
+    def _keep(self, gates: Tensor, own: Mapping[int, Tensor]) -> list[Tensor]:
+        """One gate per expert of every sparse layer: 1 keeps it, 0 removes it; with gradient if gates have one."""
+        kept: dict[int, Tensor] = {}
+        if own:
+            kept = {layer: 1.0 - gate[:, 0, self._removed] for layer, gate in own.items()}
+        else:
+            for layers, rows in self._places.values():
+                own_rows = rows if rows.device == gates.device else self._host_rows(layers)
+                chosen = gates[own_rows[:, 0], self._removed]
+                kept |= self._by_layer(layers, 1.0 - chosen)
+        return [
+            kept[layer.index]
+            if layer.index in kept
+            else torch.ones(layer.num_experts, dtype=gates.dtype, device=gates.device)
+            for layer in self.handle.layers
+        ]
+
+    def _host_rows(self, layers: Sequence[int]) -> Tensor:
+        return torch.from_numpy(np.concatenate([self._rows[layer] for layer in layers]))
 
     def _picked(self, choices: Sequence[int | None]) -> dict[int, NDArray[np.int64]]:
         """(experts, 3) option of every layer's projections, in host memory."""
@@ -94,18 +123,17 @@ class SwitchableExperts:
         picked = {layer: chosen[rows] for layer, rows in self._rows.items()}
         for index, taken in picked.items():
             if (taken < 0).any():
-                name = self.options[index].layer.name
+                name = self.handle.layers[index].name
                 raise ValueError(f"{name} needs one option per expert, not a mixture of options.")
         return picked
 
     def _staying(self, picked: Mapping[int, NDArray[np.int64]]) -> list[Tensor]:
         """Which experts of every sparse layer stay, in host memory."""
         found = []
-        for layer in self._handle.layers:
-            options = self.options.get(layer.index)
+        for layer in self.handle.layers:
             stay = np.ones(layer.num_experts, dtype=bool)
-            if options is not None and options.pruned is not None:
-                stay = picked[layer.index][:, 0] != options.pruned
+            if layer.index in picked:
+                stay = picked[layer.index][:, 0] != self._removed
             found.append(torch.from_numpy(stay))
         return found
 
@@ -124,10 +152,11 @@ class SwitchableExperts:
         return {layer: PlacedChoices.there(choices) for layer, choices in parts.items()}
 
     def _sent(self, picked: Mapping[int, NDArray[np.int64]]) -> dict[int, PlacedChoices]:
-        """The choices of every layer on its device, by one copy for all layers of a device."""
+        """The choices of every layer with options on its device, by one copy for all layers of a device."""
         found: dict[int, PlacedChoices] = {}
-        for device, (layers, _) in self._places.items():
-            # The host sorts out what no kernel follows, and knows where nothing is to be decoded at all.
+        for device, (everything, _) in self._places.items():
+            layers = [layer for layer in everything if layer in self.options]
+            # Sorted on the host if no kernel reads choices on the device, or if nothing has to be decoded.
             sorted_out = [
                 options.are_own(picked[layer]) or not options.follows_places(options.dtype)
                 for layer, options in ((layer, self.options[layer]) for layer in layers)
@@ -146,22 +175,26 @@ def switchable_experts(
     model: nn.Module,
     options: Mapping[int, ExpertOptions],
     rows: Mapping[int, NDArray[np.int64]],
+    removed: int | None = None,
     wanted: NDArray[np.bool_] | None = None,
 ) -> Iterator[SwitchableExperts]:
     """Run a model with switchable experts inside the context; leaving restores it.
 
     Args:
         model: The model.
-        options: Sparse layer (its position among them) -> its options; layers left out stay as they are.
-        rows: Sparse layer -> (experts, 3) row of the gates for every gate, up and down projection.
+        options: Sparse layer (its position among them) -> its compressed options; other layers compute with their
+            own weights.
+        rows: Sparse layer -> (experts, 3) row of the gates for every gate, up and down projection; layers left out
+            stay as they are.
+        removed: Column of the gates that takes an expert out of the router; None: no expert can be removed.
         wanted: (N, K) options whose gradient is wanted; None: all.
     """
     buffer = WeightBuffer()
-    prunes = any(layer.pruned is not None for layer in options.values())
+    prunes = removed is not None
     with expert_gates(model, "deployed", reroute=prunes, only=None if prunes else set(options)) as handle:
         for layer in options.values():
             layer.buffer = buffer
         try:
-            yield SwitchableExperts(handle, options, rows, wanted)
+            yield SwitchableExperts(handle, options, rows, removed, wanted)
         finally:
             buffer.clear()

@@ -1,20 +1,25 @@
-"""Mixed-precision quantization: one width per group of linears, under a budget of bits or bytes."""
+"""One compression: groups of weights, the options of each, and the model under any choice of them.
+
+An option stores a group in a format, leaves it as it is, or removes it (an expert). Quantization, expert pruning
+and both together differ in the options alone.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rco.compression.base import Backend, Budget
-from rco.compression.bit_costs import BitCosts, Count, Visits, routing_visits
+from rco.compression.assignment import assignment_problem
+from rco.compression.budget import Budget
 from rco.compression.candidates import (
     CandidateSettings,
     blocks_of,
@@ -22,61 +27,81 @@ from rco.compression.candidates import (
     candidate_identity,
     candidate_name,
 )
+from rco.compression.costs import Costs, Count, Visits, routing_visits
 from rco.compression.deployment import chosen_weights, deploy, written_names
 from rco.compression.layer_errors import layer_errors
 from rco.compression.objective import LanguageModelObjective, LossKind, Reference
 from rco.compression.option_errors import recorded_errors, weight_distances, weight_errors
-from rco.compression.plan import QuantizationPlan
+from rco.compression.plan import PRUNED, CompressionPlan
+from rco.compression.priors import (
+    logits_from_losses,
+    logits_from_ranks,
+    logits_from_scores,
+    logits_from_sensitivities,
+    logits_from_weights,
+)
 from rco.compression.recording import Recording
-from rco.compression.switched import SwitchedModel, switched_model
-from rco.core.problem import Allocation, AllocationProblem, InfeasibleBudgetError
+from rco.compression.second_order import SecondOrder, fisher_difference, second_order
+from rco.compression.switched_model import SwitchedModel, full_head, switched_model
+from rco.core.problem import Allocation, AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.distributed import Ranks
+from rco.formats.expert_scores import ExpertScores, ScoreName
 from rco.formats.packing import PackedWeight
 from rco.formats.streaming import OptionStream, pinned_together
 from rco.losses import Head
 from rco.models.gating import checkpointed_blocks, parked
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
+from rco.models.moe.fisher import expert_sensitivity
+from rco.models.moe.gates import GateMode
+from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import ExpertLinear, model_linears, stacked_parameters
+from rco.models.moe.prune import split_keep
+from rco.models.moe.scores import collect_expert_scores
 from rco.models.precision import computing_in, default_compute_dtype
 from rco.store import CandidateStore, StoreMismatchError
 
-__all__ = ["QuantizationBackend", "Residency"]
+__all__ = ["SCORES", "Compression", "PriorScale", "Residency", "Start"]
 
 Residency = Literal["resident", "offload"]
+PriorScale = Literal["rank", "global"]
+Start = Literal["fisher", "output-error", "weight-error", "reap", "frequency", "mass", "uniform", "none"]
+SCORES: tuple[ScoreName, ...] = ("reap", "frequency", "mass")
 
 
-class QuantizationBackend(Backend):
-    """Packed candidates for every linear and width; the search switches between them.
+class Compression:
+    """Groups and options of a model: their costs, candidates, sensitivities and loss, and the model under a choice.
 
     Args:
         loaded: The full model in the type of its checkpoint.
-        plan: Groups, widths and grid.
-        store_folder: Where the candidates are kept.
+        plan: Groups and their options.
+        store_folder: Where packed candidates are kept; None where no option is packed.
         settings: How candidates are made.
         compute_dtype: Type of the computation; None: float32 on a CPU, the checkpoint's elsewhere.
         loss: KL to the full model, or cross-entropy.
         top_k: Coarsen the KL to the k likeliest tokens of the reference; None: the full vocabulary.
         batch_size: Sequences per batch of the objective.
         checkpointing: Recompute activations in the backward pass, to save memory.
+        graphs: Record samples of the search as CUDA graphs where that is possible.
+        gates: How gradients see the removal of an expert: ``deployed``, as the checkpoint computes, or ``scale``,
+            as the paper's search does. Candidates are always compared as deployed.
         overwrite_store: Replace candidates of another identity instead of refusing.
         count: Over which linears a budget of bits is averaged: all that are quantized, or experts alone.
         visits: How often experts are routed to, if that is known already.
-        on_progress: Called with (linears done, all linears) while candidates are made.
-        ranks: Who shares the work on candidates and sensitivities.
-        graphs: Record samples of the search as CUDA graphs where that is possible.
+        uniform: Where experts are only kept or removed: keep the same number in every layer.
+        min_per_layer: Fewest experts that a layer keeps, beside its router's top-k.
+        on_progress: Called with (done, all) while candidates are made or experts are scored.
+        ranks: Processes that share the work on candidates and sensitivities.
         memory: ``resident`` keeps the packed candidates on the model's device, ``offload`` in host memory, from
             where they are streamed to a GPU.
     """
 
-    name: ClassVar[str] = "quantization"
-
     def __init__(
         self,
         loaded: LoadedModel,
-        plan: QuantizationPlan,
-        store_folder: Path,
+        plan: CompressionPlan,
+        store_folder: Path | None = None,
         *,
         settings: CandidateSettings | None = None,
         compute_dtype: torch.dtype | None = None,
@@ -84,79 +109,78 @@ class QuantizationBackend(Backend):
         top_k: int | None = None,
         batch_size: int = 1,
         checkpointing: bool = False,
+        graphs: bool = True,
+        gates: GateMode = "deployed",
         overwrite_store: bool = False,
         count: Count = "all",
         visits: Visits | None = None,
+        uniform: bool = False,
+        min_per_layer: int = 0,
         on_progress: Callable[[int, int], None] | None = None,
         ranks: Ranks | None = None,
         memory: Residency = "resident",
-        graphs: bool = True,
     ) -> None:
-        self.loaded, self.plan, self.store_folder = loaded, plan, store_folder
+        self.loaded, self.plan = loaded, plan
+        self._store_folder = store_folder
         self.settings = settings if settings is not None else CandidateSettings()
         self.storage_dtype = loaded.dtype
         self.compute_dtype = compute_dtype or default_compute_dtype(loaded.device, loaded.dtype)
         self.loss_kind, self.top_k, self.batch_size = loss, top_k, batch_size
-        self.checkpointing = checkpointing
+        self.checkpointing, self.graphs = checkpointing, graphs
+        self.gates: GateMode = gates
         self.overwrite_store = overwrite_store
         self.count: Count = count
         self.visits = visits
-        self._costs: dict[str, BitCosts] = {}
+        self.uniform, self.min_per_layer = uniform, min_per_layer
+        self._costs: dict[str, Costs] = {}
         self.on_progress = on_progress
         self.ranks = ranks or Ranks()
         # On a CPU the candidates are where they are needed either way.
         self.memory: Residency = memory if loaded.device.type == "cuda" else "resident"
-        self.graphs = graphs
         self.store: CandidateStore | None = None
         self._packed: Mapping[str, Mapping[str, PackedWeight]] | None = None
-        self.curvature: Tensor | None = None
+        self._second_order: SecondOrder | None = None
+        self._scores: dict[str, list[Tensor]] | None = None
         self.keep_references = False  # for those who open the objective more than once on the same text
         self._references: dict[str, Reference] = {}
 
+    @property
+    def kind(self) -> str:
+        """What runs and exporters call it: ``quantization``, or ``expert-pruning`` where nothing is quantized."""
+        return "expert-pruning" if self.plan.removes_only else "quantization"
+
     # ---------------------------------------------------------------- problem
 
-    def costs(self, kind: str) -> BitCosts:
+    def costs(self, kind: str) -> Costs:
         """What options count under a kind of budget."""
         if kind not in self._costs:
             model, count = self.loaded.model, self.count if kind != "size" else "all"
-            linears = model_linears(self.loaded.layout, model, include_head=True) if kind == "size" else ()
+            linears: Sequence[LinearInfo] = ()
+            if kind == "size" and not self.plan.removes_only:
+                linears = model_linears(self.loaded.layout, model, include_head=True)
             visits = self.visits if kind == "active_bits" else None
-            self._costs[kind] = BitCosts(model, self.plan, kind, count, visits, linears)
+            self._costs[kind] = Costs(model, self.plan, kind, count, visits, linears)
         return self._costs[kind]
 
     def problem(self, budget: Budget) -> AllocationProblem:
-        """Exact integer costs: bits for ``bits`` and ``bpw``, bytes of the checkpoint for ``size``."""
+        """Groups, options, exact integer costs, and the budget in the same units."""
         if budget.kind == "size" and self.count != "all":
             raise ValueError(
                 "`size` is that of the whole checkpoint: leave out `count='experts'`, which goes with bits."
             )
-        counted = self.costs(budget.kind)
-        allowed = np.array([[w in group.widths for w in self.plan.widths] for group in self.plan.groups])
-        try:
-            return AllocationProblem(
-                counted.matrix,
-                budget=counted.total(budget.amount),
-                allowed=allowed,
-                groups=[group.name for group in self.plan.groups],
-                options=[str(width) for width in self.plan.widths],
-                monotone=True,
-            )
-        except InfeasibleBudgetError as error:
-            low, high = counted.range
-            raise InfeasibleBudgetError(
-                f"`{budget.kind}` must lie between {low} and {high} with these widths, locks and groups, got "
-                f"{budget}."
-            ) from error
+        return assignment_problem(
+            self.costs(budget.kind), budget, uniform=self.uniform, min_per_layer=self.min_per_layer
+        )
 
     def budget_range(self, kind: str) -> tuple[str, str]:
         """The lowest and the highest budget of a kind, as a user would write them."""
         return self.costs(kind).range
 
     def describe_cost(self, kind: str, units: float) -> str:
-        """Average bits, or bytes of the checkpoint."""
+        """A cost of the problem as the user counts it, e.g. ``2.5 bits``; ``kind`` is that of the budget."""
         return self.costs(kind).describe(units)
 
-    def look_at_routing(self, calibration: CalibrationSet) -> None:
+    def count_visits(self, calibration: CalibrationSet) -> None:
         """Count how often every expert is routed to; nothing for a model without experts."""
         if self.visits is None:
             self.visits = routing_visits(self.loaded, calibration, self.compute_dtype)
@@ -166,13 +190,22 @@ class QuantizationBackend(Backend):
     def _identity(self, calibration: CalibrationSet) -> dict[str, object]:
         return candidate_identity(self.loaded, self.plan, calibration, self.settings, self.storage_dtype)
 
+    @property
+    def store_folder(self) -> Path:
+        """Where packed candidates are kept."""
+        if self._store_folder is None:
+            raise ValueError("Packed options need a folder for their candidates: pass `store_folder`.")
+        return self._store_folder
+
     def check_store(self, calibration: CalibrationSet) -> None:
         """Refuse a folder with candidates of another model, text or setting, unless they may be replaced."""
-        if not self.overwrite_store:
+        if not self.overwrite_store and not self.plan.removes_only:
             CandidateStore.check(self.store_folder, self._identity(calibration))
 
-    def prepare(self, calibration: CalibrationSet) -> None:
-        """Build the candidates that the store is missing."""
+    def candidates(self, calibration: CalibrationSet) -> None:
+        """Make the packed candidates that the store is missing; resumable. Nothing where no option is packed."""
+        if self.plan.removes_only:
+            return
         identity = self._identity(calibration)
         self.ranks.require_same("model, data or settings", identity)
         store = self._shared_store(identity)
@@ -217,7 +250,7 @@ class QuantizationBackend(Backend):
             return store
         return CandidateStore.join(self.store_folder, self.ranks.broadcast({}))
 
-    def regrouped(self, plan: QuantizationPlan) -> QuantizationBackend:
+    def regrouped(self, plan: CompressionPlan) -> Compression:
         """The same model and candidates, under other groups of the same linears."""
         if {info.name for info in plan.linears} != {info.name for info in self.plan.linears}:
             raise ValueError("The other plan has other linears: its candidates are not these.")
@@ -227,12 +260,14 @@ class QuantizationBackend(Backend):
             raise ValueError("The other plan has other widths or another grid: its candidates are not these.")
         self.packed()  # loaded once, for both
         other = copy.copy(self)
-        other.plan, other._costs, other.curvature = plan, {}, None
+        other.plan, other._costs, other._second_order = plan, {}, None
         return other
 
     def packed(self) -> Mapping[str, Mapping[str, PackedWeight]]:
         """Every candidate on its linear's device, or offloaded: linear -> width label -> packed weight."""
         if self._packed is None:
+            if self.plan.removes_only:
+                return {}
             store = self._built()
             places: dict[str, torch.device] = {}
             for info in self.plan.linears:
@@ -272,7 +307,7 @@ class QuantizationBackend(Backend):
 
     def _built(self) -> CandidateStore:
         if self.store is None:
-            raise ValueError("The candidates have not been built: call prepare() first.")
+            raise ValueError("The candidates have not been built: call candidates() first.")
         return self.store
 
     def layer_errors(self, calibration: CalibrationSet, *, experts_only: bool = True) -> Tensor:
@@ -290,6 +325,168 @@ class QuantizationBackend(Backend):
                 experts_only=experts_only,
                 stream=self._stream(),
             )
+
+    # ----------------------------------------------------- sensitivities of options
+
+    def differences(
+        self,
+        calibration: CalibrationSet,
+        *,
+        seed: int = 0,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Tensor:
+        """(S, N, K) first-order change of the sampled log-likelihood by every option, per sequence.
+
+        See :mod:`rco.compression.second_order`; ranks share the sequences.
+        """
+        total = len(calibration)
+        with self.switchable(original=True) as switched:
+
+            def measure(mine: Sequence[int]) -> list[Tensor]:
+                found = []
+                for index in mine:
+                    found.append(fisher_difference(self.loaded, switched, calibration, index, seed))
+                    if on_progress is not None:
+                        on_progress(index + 1, total)
+                return found
+
+            parts = self.ranks.map(measure, total)
+        if on_progress is not None:
+            on_progress(total, total)
+        return torch.stack(parts)
+
+    def use_differences(self, differences: Tensor | None, layer_errors: Tensor | None = None) -> None:
+        """Derive losses and curvature of all options from :meth:`differences`; None forgets them.
+
+        ``layer_errors``, from :meth:`layer_errors`, steady the losses of experts.
+        """
+        self._second_order = (
+            None
+            if differences is None
+            else second_order(self.plan, self.relative_errors(), differences, layer_errors)
+        )
+
+    @property
+    def losses(self) -> Tensor:
+        """(N, K) predicted KL of every option, all else unchanged; they are taken to add up."""
+        if self.plan.removes_only:
+            removed = torch.cat(self.scores["fisher"]).double()
+            return torch.stack([removed, torch.zeros_like(removed)], dim=1)
+        if self._second_order is None:
+            raise ValueError("The sensitivities are not known: call use_differences() first.")
+        return self._second_order.losses
+
+    @property
+    def curvature(self) -> Tensor | None:
+        """(N, K, K) second-order cost of moving a group from one option to another; None where it is not known."""
+        if self.plan.removes_only:
+            if self._scores is None or "fisher" not in self._scores:
+                return None
+            cost = torch.cat(self._scores["fisher"]).double()
+            none = torch.zeros_like(cost)
+            return torch.stack([none, cost, cost, none], dim=1).reshape(-1, 2, 2)
+        return None if self._second_order is None else self._second_order.curvature
+
+    def beliefs(
+        self, problem: AllocationProblem, start: Start, strength: float, scale: PriorScale = "global"
+    ) -> dict[str, Tensor]:
+        """What a search is told: ``prior``, its initial logits, and ``proxy``, losses that add up, where known.
+
+        Args:
+            problem: Costs and budget.
+            start: What the logits come from: ``fisher`` sensitivities, errors of outputs or weights, a score of
+                experts; ``uniform`` or ``none``: nothing.
+            strength: Scale of the logits.
+            scale: Of scores: ``rank`` spreads logits by rank within a layer, ``global`` by value across layers.
+        """
+        if start in ("uniform", "none") or (self.plan.removes_only and strength == 0):
+            return {}
+        if self.plan.removes_only:
+            known = {"prior": self.logits_of_scores(start, strength, scale)}
+            return {**known, "proxy": self.losses} if start == "fisher" else known
+        if start == "weight-error":
+            return {"prior": logits_from_weights(self.weight_distances(), problem, strength)}
+        losses = self.losses if start == "fisher" else self.relative_errors()
+        return {"prior": logits_from_losses(losses, problem, strength), "proxy": losses}
+
+    # ------------------------------------------------------------ scores of experts
+
+    @property
+    def layers(self) -> list[MoELayer]:
+        """The sparse layers whose experts take part."""
+        return self.plan.sparse_layers
+
+    @property
+    def expert_counts(self) -> list[int]:
+        """Experts of every sparse layer."""
+        return [layer.num_experts for layer in self.layers]
+
+    def score_experts(self, calibration: CalibrationSet, *, sensitivity: int = 0, seed: int = 0) -> None:
+        """Score every expert in one pass; with ``sensitivity`` sequences, by gradients (``fisher``) too."""
+        found = self.collect_scores(calibration)
+        self._scores = {name: found.score(name) for name in SCORES}
+        if sensitivity:
+            self.sense_removal(calibration.select(slice(0, sensitivity)), seed)
+
+    def collect_scores(self, calibration: CalibrationSet) -> ExpertScores:
+        """The sums behind the scores, over the tokens whose predictions count."""
+        total = -(-len(calibration) // self.batch_size)
+
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
+            for position, part in enumerate(calibration.batches(self.batch_size)):
+                yield part.tokens, part.mask
+                if self.on_progress is not None:
+                    self.on_progress(position + 1, total)
+
+        with computing_in(self.loaded.model, self.compute_dtype):
+            return collect_expert_scores(self.loaded.model, batches())
+
+    def sense_removal(self, calibration: CalibrationSet, seed: int = 0) -> list[Tensor]:
+        """Predicted KL per token of leaving out each expert alone, by layer; kept as the score ``fisher``."""
+        with self.switchable() as switched:
+            found = expert_sensitivity(
+                self.loaded,
+                switched.expert_gates,
+                switched.full_head,
+                calibration.tokens,
+                calibration.mask,
+                seed=seed,
+            )
+        self.scores["fisher"] = found
+        return found
+
+    @property
+    def scores(self) -> dict[str, list[Tensor]]:
+        """Score name -> one tensor per layer."""
+        if self._scores is None:
+            raise ValueError("The experts have not been scored: call score_experts() first.")
+        return self._scores
+
+    def set_scores(self, scores: Mapping[str, Sequence[Any]]) -> None:
+        """Use scores from an earlier pass."""
+        checked = {
+            name: [torch.as_tensor(layer, dtype=torch.float64) for layer in per_layer]
+            for name, per_layer in scores.items()
+        }
+        for name, per_layer in checked.items():
+            shapes = [tuple(layer.shape) for layer in per_layer]
+            if shapes != [(count,) for count in self.expert_counts]:
+                raise ValueError(
+                    f"The {name} scores have shapes {shapes}, but the layers have {self.expert_counts} experts; "
+                    "they belong to another model."
+                )
+        self._scores = checked
+
+    def logits_of_scores(self, name: str, strength: float = 1.0, scale: PriorScale = "global") -> Tensor:
+        """(N, 2) initial logits from one of the scores."""
+        scores = self.scores[name]
+        if scale == "rank":
+            keep = logits_from_ranks(scores, strength)
+        elif name == "fisher":
+            keep = logits_from_sensitivities(scores, strength)
+        else:
+            keep = logits_from_scores(scores, strength)
+        return torch.stack([torch.zeros_like(keep), keep], dim=1)
 
     # --------------------------------------------------------------- the model
 
@@ -309,7 +506,7 @@ class QuantizationBackend(Backend):
             stack.enter_context(computing_in(self.loaded.model, self.compute_dtype))
             switched = stack.enter_context(
                 switched_model(
-                    self.loaded.model,
+                    self.loaded,
                     self.plan,
                     self.packed(),
                     original=original,
@@ -344,11 +541,6 @@ class QuantizationBackend(Backend):
         with parked(weights.values()):
             yield
 
-    def present_head(self) -> Head:
-        """The output layer under the present gates; inside :meth:`switchable` only."""
-        spec = self.loaded.layout.head(self.loaded.model)
-        return Head(spec.weight, spec.bias, spec.softcap, spec.scale)
-
     def reference(self, calibration: CalibrationSet) -> Reference:
         """The full model's hidden states."""
         known = self._references.get(calibration.fingerprint)
@@ -371,47 +563,47 @@ class QuantizationBackend(Backend):
         recordable = self.graphs and Recording.possible(self.loaded.model)  # before original weights leave it
         with ExitStack() as stack:
             switched = stack.enter_context(self.switchable(searching=True))
-            # Read before any gate is set; its weight stays the full model's own.
-            full = self.full_head()
             recordable = recordable and switched.recordable(self.compute_dtype)
 
             def make(
-                data: CalibrationSet, reference: Reference | None, held_back: LanguageModelObjective | None
+                data: CalibrationSet,
+                reference: Reference | None,
+                held_back: LanguageModelObjective | None,
+                mode: GateMode,
             ) -> LanguageModelObjective:
                 return LanguageModelObjective(
                     self.loaded,
                     data,
                     reference,
-                    full,
-                    switched.set_gates,
-                    self.present_head,
+                    switched.full_head,
+                    partial(switched.set_gates, mode=mode),
+                    switched.present_head,
                     batch_size=self.batch_size,
                     top_k=self.top_k,
                     selection=held_back,
                     curvature=self.curvature,
-                    errors=self,
+                    errors=None if self.plan.removes_only else self,
                     room=switched.room,
                     disturb=switched.disturbed,
+                    group_blocks=self._blocks(),
                     check_recorded=switched.check_gates if recordable and data is calibration else None,
                 )
 
-            held_back = make(selection, references[1], None) if selection is not None else None
-            objective = make(calibration, references[0], held_back)
+            # Candidates are compared as the checkpoint computes, whatever the gradients see.
+            held_back = None if selection is None else make(selection, references[1], None, "deployed")
+            objective = make(calibration, references[0], held_back, self.gates)
             stack.callback(objective.forget_recording)
             yield objective
 
     def full_head(self) -> Head:
-        """The full model's output layer, wherever its weight lives at the moment."""
-        spec = self.loaded.layout.head(self.loaded.model)
-        for info in self.plan.linears:
-            if info.role == "head":
-                module: Any = info.module
-                return Head(module.weight.detach(), module.bias, spec.softcap, spec.scale)
-        return Head(spec.weight.detach(), spec.bias, spec.softcap, spec.scale)
+        """The output layer with its original weight; outside of :meth:`switchable` only."""
+        return full_head(self.loaded, self.plan)
 
-    def prior(self) -> Tensor | None:
-        """None: scores need text and a budget, see :mod:`rco.compression.sensitivity`."""
-        return None
+    def _blocks(self) -> list[int] | None:
+        """Sparse layer, or else block, of every group; None if some group is in none."""
+        blocks = self.plan.layer_of_group.tolist() if self.plan.removes_only else []
+        blocks = blocks or [group.block for group in self.plan.groups]
+        return None if None in blocks else blocks
 
     # ------------------------------------------------------------- allocations
 
@@ -424,7 +616,10 @@ class QuantizationBackend(Backend):
         }
 
     def amounts(self, allocation: Allocation | None) -> dict[str, float]:
-        """The average width of the quantized linears."""
+        """What tables show of an allocation beside its quality: ``bits`` or ``experts``; None: the full model."""
+        if self.plan.removes_only:
+            kept = len(self.plan.groups) if allocation is None else int(self.keep_of(allocation).sum())
+            return {"experts": kept}
         if allocation is None:
             return {"bits": float(self.loaded.dtype.itemsize * 8)}
         return {"bits": float(self.average_width(allocation))}
@@ -441,6 +636,21 @@ class QuantizationBackend(Backend):
         """What is exported: the model without its pruned experts, and the packed weights by their names there."""
         return deploy(self.loaded, self.plan, self.packed(), self.choice_of(allocation))
 
+    def keep_of(self, allocation: Allocation | Sequence[int]) -> Tensor:
+        """(experts,) booleans: which experts stay, where experts are only kept or removed.
+
+        Raises:
+            ValueError: The allocation belongs to another model, or leaves a router too few experts.
+        """
+        keep = torch.from_numpy(np.asarray(allocation) != self.plan.widths.index(PRUNED))
+        split_keep(self.layers, keep)
+        return keep
+
+    def kept(self, allocation: Allocation | Sequence[int]) -> list[list[int]]:
+        """For every sparse layer, the experts that stay."""
+        parts = torch.split(self.keep_of(allocation), self.expert_counts)
+        return [part.nonzero().squeeze(-1).tolist() for part in parts]
+
     def average_width(self, allocation: Allocation) -> Fraction:
         """Mean bits of the counted weights, as a budget of bits counts them; pruned ones count as 0 bits."""
         counted, choices = self.costs("bits"), self.choice_of(allocation)
@@ -451,6 +661,8 @@ class QuantizationBackend(Backend):
     @contextmanager
     def apply(self, allocation: Allocation) -> Iterator[LoadedModel]:
         """The model under an allocation, computing in the compute type."""
+        if self.plan.removes_only:
+            self.keep_of(allocation)  # one of another model is refused
         with self.switchable() as switched, torch.no_grad():
             switched.set_gates(allocation.one_hot(len(self.plan.widths)))
             yield self.loaded

@@ -1,8 +1,9 @@
-"""What every option of every group counts under a budget, in exact integers, and what the budget comes to in them.
+"""Exact integer costs of every option of every group under a kind of budget, and the budget in the same units.
 
-Four kinds of budget: ``bits`` (parameters times width), ``bpw`` (scales and zero points too), ``size`` (bytes of
-the checkpoint) and ``active_bits`` (parameters times width times the tokens that visit them: what a token reads).
-Bits may be counted over everything that is quantized or over experts alone, as papers on mixtures of experts do.
+Kinds where weights are packed: ``bits`` (parameters times width), ``bpw`` (scales and zero points too), ``size``
+(bytes of the checkpoint) and ``active_bits`` (parameters times width times the tokens that visit them: what a token
+reads). Bits may be counted over everything that is quantized or over experts alone, as papers on mixtures of
+experts do. Kinds where experts are only kept or removed: ``experts``, ``parameters`` and ``size``.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rco.compression.accounting import (
     FileLayout,
+    distinct_state,
     fixed_bytes,
     option_bytes,
     stored_bits,
     weight_bits,
 )
-from rco.compression.plan import PRUNED, Group, QuantizationPlan
+from rco.compression.plan import PRUNED, CompressionPlan, Group
 from rco.data.calibration import CalibrationSet
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
@@ -33,11 +35,24 @@ from rco.models.moe.linears import EXPERT_ROLE, ExpertLinear, sparse_layers
 from rco.models.moe.scores import count_visits
 from rco.models.precision import computing_in, default_compute_dtype
 
-__all__ = ["EXPERT_ROLES", "KINDS", "BitCosts", "Count", "Visits", "most_visited", "routing_visits"]
+__all__ = [
+    "EXPERT_ROLES",
+    "Costs",
+    "Count",
+    "ExpertShares",
+    "Visits",
+    "most_visited",
+    "routing_visits",
+]
 
 Count = Literal["all", "experts"]
 _ROUTING_BATCH = 8  # sequences at a time
-KINDS = ("bits", "bpw", "size", "active_bits")
+_KINDS = ("bits", "bpw", "size", "active_bits")
+_REMOVAL_KINDS = ("experts", "parameters", "size")
+# Bytes that a tensor's entry in a safetensors header takes beside its name, at most: type, shape and offsets.
+_HEADER_ENTRY = 120
+# transformers may write a stacked tensor as this many tensors per expert (gate and up).
+_TENSORS_PER_PARAMETER = 2
 EXPERT_ROLES = (EXPERT_ROLE, "shared_expert")
 
 
@@ -85,28 +100,79 @@ def most_visited(visits: Visits, layers: Sequence[MoELayer]) -> dict[int, list[i
 
 
 @dataclass(frozen=True)
-class BitCosts:
+class ExpertShares:
+    """What experts weigh where they are kept or removed.
+
+    Attributes:
+        per_expert: For every layer, what one of its experts adds to the total.
+        fixed: What stays when every expert is gone.
+    """
+
+    per_expert: tuple[int, ...]
+    fixed: int
+
+    @classmethod
+    def of(cls, model: nn.Module, layers: Sequence[MoELayer], kind: str) -> ExpertShares:
+        """In experts, parameters, or bytes of all safetensors files (an upper bound, by the headers' digits)."""
+        if kind == "experts":
+            return cls((1,) * len(layers), 0)
+        state = distinct_state(model)
+        header = kind == "size"
+
+        def weigh(value: Tensor) -> int:
+            return value.numel() * (value.element_size() if header else 1)
+
+        def entry(name: str) -> int:
+            return len(name) + _HEADER_ENTRY if header else 0
+
+        total = sum(weigh(value) + entry(name) for name, value in state.items())
+        total += 4096 if header else 0  # alignment and the frame of the headers
+        per_expert = []
+        for layer in layers:
+            share = 0
+            for part in (layer.router, layer.experts):
+                for name, value in [*part.named_parameters(), *part.named_buffers()]:
+                    if not value.ndim or value.shape[0] != layer.num_experts:
+                        continue
+                    share += weigh(value) // layer.num_experts
+                    if part is layer.experts:
+                        path = f"{layer.name}.{layer.architecture.experts}.{layer.num_experts}.{name}.weight"
+                        share += _TENSORS_PER_PARAMETER * entry(path)
+                        total += _TENSORS_PER_PARAMETER * entry(path) * layer.num_experts
+            per_expert.append(share)
+        experts = sum(share * layer.num_experts for share, layer in zip(per_expert, layers, strict=True))
+        return cls(tuple(per_expert), total - experts)
+
+
+@dataclass(frozen=True)
+class Costs:
     """Costs of one plan under one kind of budget.
 
     Args:
         model: The model.
         plan: Groups, widths and grid.
-        kind: One of :data:`KINDS`.
+        kind: What is counted.
         count: Over which linears bits are averaged.
         visits: How often experts were visited; for ``active_bits``.
         linears: All linears of the model, for ``size``.
     """
 
     model: nn.Module
-    plan: QuantizationPlan
+    plan: CompressionPlan
     kind: str
     count: Count = "all"
     visits: Visits | None = None
     linears: Sequence[LinearInfo] = field(default=())
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"Quantization takes a budget of {', '.join(KINDS)}, got {self.kind}.")
+        if self.plan.removes_only:
+            if self.kind not in _REMOVAL_KINDS:
+                raise ValueError(
+                    f"Expert pruning takes a budget of {', '.join(_REMOVAL_KINDS)}, got {self.kind}."
+                )
+            return
+        if self.kind not in _KINDS:
+            raise ValueError(f"Quantization takes a budget of {', '.join(_KINDS)}, got {self.kind}.")
         if self.kind == "active_bits" and self.visits is None:
             raise ValueError(
                 "`active_bits` weighs experts by how often tokens are routed to them, and there is no routing: use "
@@ -134,6 +200,11 @@ class BitCosts:
         return self.count == "all" or info.role in EXPERT_ROLES
 
     @cached_property
+    def shares(self) -> ExpertShares:
+        """What experts weigh, where they are only kept or removed."""
+        return ExpertShares.of(self.model, self.plan.sparse_layers, self.kind)
+
+    @cached_property
     def _layout(self) -> FileLayout:
         return FileLayout.of(self.model)
 
@@ -159,6 +230,9 @@ class BitCosts:
     @cached_property
     def matrix(self) -> np.ndarray:
         """(N, K) costs; groups that are not counted cost nothing."""
+        if self.plan.removes_only:
+            kept = np.array(self.shares.per_expert, dtype=np.int64)[self.plan.layer_of_group]
+            return np.stack([np.zeros_like(kept), kept], axis=1)
         rows = []
         for group in self.plan.groups:
             if not self.counts(group):
@@ -193,7 +267,9 @@ class BitCosts:
 
     @cached_property
     def fixed(self) -> int:
-        """What no choice changes: bytes of everything else, for a size."""
+        """What no choice changes: bytes or parameters of everything else."""
+        if self.plan.removes_only:
+            return self.shares.fixed
         if self.kind != "size":
             return 0
         if self.plan.gguf is not None:
@@ -202,14 +278,27 @@ class BitCosts:
         return fixed_bytes(self.model, names, self._layout, self.linears)
 
     def total(self, amount: Fraction) -> Fraction:
-        """A budget as the user writes it, in the units of the matrix."""
+        """A budget of packed weights as the user writes it, in the units of the matrix."""
         return amount - self.fixed if self.kind == "size" else amount * self.parameters
 
     def describe(self, units: float) -> str:
         """Units of the matrix as the user counts them."""
+        if self.plan.removes_only:
+            return f"{units:.1f} experts kept" if self.kind == "experts" else f"{units:,.0f} units"
         if self.kind == "size":
             return f"{units + self.fixed:,.0f} bytes"
         return f"{units / self.parameters:.4f} {self.kind.replace('_', ' ')}"
+
+    @property
+    def unit(self) -> str:
+        """Name of a unit of the matrix."""
+        names = {
+            "size": "bytes",
+            "active_bits": "bits x tokens",
+            "experts": "experts kept",
+            "parameters": "parameters",
+        }
+        return names.get(self.kind, "bits")
 
     @property
     def range(self) -> tuple[str, str]:
@@ -218,6 +307,8 @@ class BitCosts:
         costs = self.matrix
         low = int(np.where(allowed, costs, costs.max(initial=0)).min(axis=1).sum())
         high = int(np.where(allowed, costs, 0).max(axis=1).sum())
+        if self.plan.removes_only:
+            return f"{low + self.fixed:,} {self.unit}", f"{high + self.fixed:,} {self.unit}"
         if self.kind == "size":
             return f"{low + self.fixed:,} bytes", f"{high + self.fixed:,} bytes"
         return f"{low / self.parameters:.6g}", f"{high / self.parameters:.6g}"

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rco.compression.candidates import option_label
-from rco.compression.plan import LEAVE_ALONE, PRUNED, QuantizationPlan
+from rco.compression.plan import LEAVE_ALONE, PRUNED, CompressionPlan
 from rco.formats.packing import PackedWeight
 from rco.formats.streaming import OptionStream
+from rco.losses import Head
 from rco.models.gating import GatedModel, gate_choices, make_switchable, switchable_model
+from rco.models.loading import LoadedModel
+from rco.models.moe.gates import ExpertGates, GateMode
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import ExpertLinear
 from rco.models.moe.options import ExpertOptions
 from rco.models.moe.probe_buffer import ProbeRoom
 from rco.models.moe.switch import SwitchableExperts, switchable_experts
 
-__all__ = ["SwitchedModel", "expert_options", "option_list", "switched_model"]
+__all__ = ["SwitchedModel", "expert_options", "full_head", "option_list", "switched_model"]
 
 _PARTS = {"gate": 0, "up": 1, "down": 2}
 
@@ -29,6 +33,8 @@ class SwitchedModel:
     """A model inside :func:`switched_model`.
 
     Args:
+        loaded: The model.
+        full_head: Its output layer with the original weight.
         linears: Its switchable linears.
         rows: Linear -> row of the gates.
         experts: Its switchable experts, if it has any.
@@ -37,13 +43,29 @@ class SwitchedModel:
 
     def __init__(
         self,
+        loaded: LoadedModel,
+        full_head: Head,
         linears: GatedModel,
         rows: Mapping[str, int],
         experts: SwitchableExperts | None,
         wanted: np.ndarray,
     ) -> None:
+        self._loaded, self.full_head = loaded, full_head
         self._linears, self._rows, self._experts, self._wanted = linears, rows, experts, wanted
         self._active = wanted.tolist()
+        self.num_groups, self.num_options = wanted.shape
+
+    def present_head(self) -> Head:
+        """The output layer under the present gates."""
+        spec = self._loaded.layout.head(self._loaded.model)
+        return Head(spec.weight, spec.bias, spec.softcap, spec.scale)
+
+    @property
+    def expert_gates(self) -> ExpertGates:
+        """The gates that take experts out of their routers."""
+        if self._experts is None:
+            raise ValueError("No expert of this model can be removed.")
+        return self._experts.handle
 
     @contextmanager
     def disturbed(self, group: int, squared_error: float, seed: int) -> Iterator[None]:
@@ -71,7 +93,7 @@ class SwitchedModel:
 
     @property
     def room(self) -> ProbeRoom | None:
-        """What a backward pass makes room for; None where no expert can be pruned."""
+        """Buffer for the probes of a backward pass; None where no expert can be removed."""
         return None if self._experts is None else self._experts.room
 
     def recordable(self, dtype: torch.dtype) -> bool:
@@ -80,8 +102,13 @@ class SwitchedModel:
         return experts and self._linears.recordable(dtype)
 
     def check_gates(self, values: Tensor) -> None:
-        """Refuse gates (N, K), in host memory, whose rows are not one-hot or pick what their group may not take."""
-        self._choices(values)
+        """Refuse gates (N, K), in host memory, that cannot be set.
+
+        Rows must be one-hot and pick what their group may take, and every router must be left enough experts.
+        """
+        choices = self._choices(values)
+        if self._experts is not None:
+            self._experts.check_gates(choices)
 
     def _choices(self, gates: Tensor) -> list[int | None]:
         choices = gate_choices(gates)
@@ -94,22 +121,28 @@ class SwitchedModel:
             )
         return choices
 
-    def set_gates(self, gates: Tensor, values: Tensor | None = None, recorded: bool = False) -> None:
+    def set_gates(
+        self,
+        gates: Tensor,
+        values: Tensor | None = None,
+        recorded: bool = False,
+        mode: GateMode = "deployed",
+    ) -> None:
         """Let every group use the option that its row of the gates (N, K) picks; rows are one-hot.
 
         ``values`` are the same numbers in host memory, where the gates are on a device. What is launched under
-        ``recorded`` gates may be launched again with others.
+        ``recorded`` gates may be launched again with others. ``mode`` is how the removal of experts is modelled.
         """
         choices = self._choices(gates if values is None else values)
         self._linears.set_gates(gates, self._rows, active=self._active, choices=choices, recorded=recorded)
         if self._experts is not None:
-            self._experts.set_gates(gates, choices, recorded)
+            self._experts.set_gates(gates, choices, recorded, mode)
 
 
 @contextmanager
 def switched_model(
-    model: nn.Module,
-    plan: QuantizationPlan,
+    loaded: LoadedModel,
+    plan: CompressionPlan,
     packed: Mapping[str, Mapping[str, PackedWeight]],
     *,
     original: bool = False,
@@ -120,8 +153,8 @@ def switched_model(
     Groups that can only be left alone are not touched.
 
     Args:
-        model: The model, computing in the type to search in.
-        plan: Groups and widths, the columns of the gates.
+        loaded: The model, computing in the type to search in.
+        plan: Groups and options, the columns of the gates.
         packed: Candidates as the store gives them.
         original: The gates have one more column at the end, for the original weights, which every group may take.
         stream: Brings the candidates from host memory, where they then are.
@@ -138,26 +171,40 @@ def switched_model(
                 modules[info.name] = make_switchable(info.module, options, stream)
                 rows[info.name] = row
     experts, expert_rows = expert_options(plan, packed, columns, wanted=wanted, stream=stream)
+    original_head = full_head(loaded, plan)
     with ExitStack() as stack:
-        linears = stack.enter_context(switchable_model(model, modules, stream=stream))
+        linears = stack.enter_context(switchable_model(loaded.model, modules, stream=stream))
         handle = None
-        if experts:
-            handle = stack.enter_context(switchable_experts(model, experts, expert_rows, wanted))
-        yield SwitchedModel(linears, rows, handle, wanted)
+        if expert_rows:
+            removed = columns.index(PRUNED) if PRUNED in columns else None
+            handle = stack.enter_context(
+                switchable_experts(loaded.model, experts, expert_rows, removed, wanted)
+            )
+        yield SwitchedModel(loaded, original_head, linears, rows, handle, wanted)
+
+
+def full_head(loaded: LoadedModel, plan: CompressionPlan) -> Head:
+    """The output layer with its original weight; to be read outside of :func:`switched_model`."""
+    spec = loaded.layout.head(loaded.model)
+    for info in plan.linears:
+        if info.role == "head":
+            module: Any = info.module
+            return Head(module.weight.detach(), module.bias, spec.softcap, spec.scale)
+    return Head(spec.weight.detach(), spec.bias, spec.softcap, spec.scale)
 
 
 def expert_options(
-    plan: QuantizationPlan,
+    plan: CompressionPlan,
     packed: Mapping[str, Mapping[str, PackedWeight]],
     columns: Sequence[int],
     *,
     wanted: np.ndarray | None = None,
     stream: OptionStream | None = None,
 ) -> tuple[dict[int, ExpertOptions], dict[int, np.ndarray]]:
-    """The experts of every sparse layer that has a choice, and the rows (experts, 3) of its gates.
+    """Packed options of sparse layers, and the rows (experts, 3) of the gates of every layer that has a choice.
 
     Args:
-        plan: Groups and widths.
+        plan: Groups and options.
         packed: Candidates as the store gives them.
         columns: Width of every option.
         wanted: (N, K) options that a group may take; layers then do not refer to original weights that none of
@@ -174,6 +221,9 @@ def expert_options(
                 places[info.expert, _PARTS[info.projection]] = row
                 if group.switched:
                     layers[index] = info.layer
+    rows = {index: rows[index] for index in layers}
+    if plan.removes_only:
+        return {}, rows
     options = {}
     for index, layer in layers.items():
         stacks = [
@@ -185,15 +235,15 @@ def expert_options(
             stacks = [_without_original(stack, taken) for stack in stacks]
         pruned = columns.index(PRUNED) if PRUNED in columns else None
         options[index] = ExpertOptions(layer, *stacks, pruned=pruned, stream=stream)
-    return options, {index: rows[index] for index in options}
+    return options, rows
 
 
 def _without_original(
     options: Sequence[PackedWeight | None], wanted: np.ndarray
 ) -> list[PackedWeight | None]:
-    """A packed option in the place of an original weight that may not be taken, so that nobody holds on to it.
+    """Options with a packed one in the place of an original weight that may not be taken, so that it can be freed.
 
-    There is one: groups that can only be left alone have no switch.
+    There is a packed one: groups that can only be left alone have no switch.
     """
     packed = next(option for option in options if option is not None)
     return [

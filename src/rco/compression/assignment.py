@@ -1,0 +1,181 @@
+"""The assignment problem of a plan under a budget: costs, allowed options, experts that routers need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import floor
+from typing import Any
+
+import numpy as np
+
+from rco.compression.budget import Budget
+from rco.compression.costs import Costs
+from rco.compression.plan import LEAVE_ALONE, PRUNED
+from rco.core.problem import AllocationProblem, InfeasibleBudgetError
+from rco.models.moe.layers import MoELayer
+
+__all__ = ["assignment_problem", "experts_to_prune"]
+
+
+def assignment_problem(
+    costs: Costs, budget: Budget, *, uniform: bool = False, min_per_layer: int = 0
+) -> AllocationProblem:
+    """Groups, options, exact costs and the budget in the same integers.
+
+    Args:
+        costs: Of the plan, for the budget's kind.
+        budget: What was asked for.
+        uniform: Where experts are kept or removed: the same number in every layer.
+        min_per_layer: Fewest experts that a layer keeps; its router's top-k is the least in any case.
+
+    Raises:
+        InfeasibleBudgetError: No assignment meets the budget.
+        ValueError: Anything else that is wrong with what was asked.
+    """
+    plan = costs.plan
+    arguments: dict[str, Any] = {
+        "allowed": np.array([[w in group.widths for w in plan.widths] for group in plan.groups]),
+        "groups": [group.name for group in plan.groups],
+        "options": list(plan.labels),
+        "monotone": True,
+    }
+    if plan.removes_only:
+        return _removal_problem(costs, budget, arguments, uniform, min_per_layer)
+    try:
+        return AllocationProblem(costs.matrix, budget=costs.total(budget.amount), **arguments)
+    except InfeasibleBudgetError as error:
+        low, high = costs.range
+        raise InfeasibleBudgetError(
+            f"`{budget.kind}` must lie between {low} and {high} with these widths, locks and groups, got "
+            f"{budget}."
+        ) from error
+
+
+def experts_to_prune(budget: Budget, experts: int) -> int:
+    """How many experts a budget of kind ``experts`` prunes: this is the one place where a fraction is rounded.
+
+    A fraction f prunes floor(f * experts); a whole number is a count.
+    """
+    amount = budget.amount
+    if amount < 1:
+        count = floor(amount * experts)
+        if count < 1:
+            raise ValueError(
+                f"{budget.argument} of {experts} experts is less than one expert; give at least "
+                f"{1 / experts:.4g}, or a count."
+            )
+        return count
+    if amount.denominator != 1:
+        raise ValueError(
+            f"`experts` is a fraction below 1 or a whole number of experts, got {float(amount):g}. "
+            f"The model has {experts} experts."
+        )
+    return int(amount)
+
+
+def _removal_problem(
+    costs: Costs, budget: Budget, arguments: dict[str, Any], uniform: bool, min_per_layer: int
+) -> AllocationProblem:
+    """Exactly as many experts removed as asked, never fewer kept than a router picks."""
+    plan, allowed = costs.plan, arguments["allowed"]
+    layers, blocks = plan.sparse_layers, plan.layer_of_group
+    prune, keep = plan.widths.index(PRUNED), plan.widths.index(LEAVE_ALONE)
+    least = [max(layer.top_k, min_per_layer) for layer in layers]
+    for number, (layer, count) in enumerate(zip(layers, least, strict=True)):
+        if count > layer.num_experts:
+            raise ValueError(
+                f"`min_per_layer={min_per_layer}` is more than the {layer.num_experts} experts of {layer.name}."
+            )
+        free = int(allowed[blocks == number, keep].sum())
+        if free < count:
+            raise ValueError(
+                f"The locks leave {free} experts in {layer.name}, which must keep at least {count} (its router "
+                f"picks {layer.top_k} per token); lock fewer to prune."
+            )
+    target: Any = (_uniform_budgets if uniform else _total_budget)(layers, least, budget, costs)
+    arguments["blocks"] = blocks if uniform else None
+    arguments["floors"] = {"blocks": blocks, "counts": least, "option": keep}
+    # A block that the locks decide altogether has no surface C = B to walk on.
+    decided = [not allowed[blocks == b].all(axis=1).any() for b in range(len(layers))]
+    stuck = any(decided) if uniform else all(decided)
+    try:
+        return AllocationProblem(costs.matrix, target, sense="<=" if stuck else "==", **arguments)
+    except InfeasibleBudgetError as error:
+        kept = [int(allowed[blocks == b, keep].sum()) for b in range(len(layers))]
+        forced = [max(count, int((~allowed[blocks == b, prune]).sum())) for b, count in enumerate(least)]
+        raise InfeasibleBudgetError(
+            f"{budget.argument} cannot be met: with the locks and at least {_range(least)} experts per layer "
+            f"between {sum(forced)} and {sum(kept)} of {len(plan.groups)} experts stay. ({error})"
+        ) from None
+
+
+def _total_budget(
+    layers: Sequence[MoELayer], least: Sequence[int], budget: Budget, costs: Costs
+) -> Fraction | int:
+    counts, shares = [layer.num_experts for layer in layers], costs.shares
+    total = sum(counts)
+    if budget.kind == "experts":
+        pruned = experts_to_prune(budget, total)
+        if total - pruned < sum(least):
+            raise InfeasibleBudgetError(
+                f"{budget.argument} would keep {max(total - pruned, 0)} of {total} experts, but the routers need "
+                f"{_range(least)} in each of {len(counts)} layers, {sum(least)} together; prune at most "
+                f"{total - sum(least)}."
+            )
+        return total - pruned
+    room = budget.amount - shares.fixed
+    fewest = sum(share * count for share, count in zip(shares.per_expert, least, strict=True))
+    most = sum(share * count for share, count in zip(shares.per_expert, counts, strict=True))
+    _check_room(budget, room, costs, fewest, most)
+    return min(room, Fraction(most))
+
+
+def _uniform_budgets(
+    layers: Sequence[MoELayer], least: Sequence[int], budget: Budget, costs: Costs
+) -> list[int]:
+    counts, shares = [layer.num_experts for layer in layers], costs.shares
+    if budget.kind == "experts":
+        if budget.amount < 1:
+            pruned = [floor(budget.amount * count) for count in counts]
+            if min(pruned) < 1:
+                raise ValueError(f"{budget.argument} is less than one expert per layer of {min(counts)}.")
+        else:
+            asked = experts_to_prune(budget, sum(counts))
+            if asked % len(layers):
+                near = asked // len(layers) * len(layers)
+                raise ValueError(
+                    f"`uniform` prunes the same number in each of {len(layers)} layers, and {asked} is no multiple "
+                    f"of {len(layers)}; ask for {near} or {near + len(layers)}."
+                )
+            pruned = [asked // len(layers)] * len(layers)
+        kept = [count - gone for count, gone in zip(counts, pruned, strict=True)]
+    else:
+        room, together = budget.amount - shares.fixed, sum(shares.per_expert)
+        _check_room(budget, room, costs, max(least) * together, min(counts) * together)
+        kept = [min(floor(room / together), min(counts))] * len(layers)
+    for layer, fewest, stays in zip(layers, least, kept, strict=True):
+        if stays < fewest:
+            raise InfeasibleBudgetError(
+                f"{budget.argument} would keep {max(stays, 0)} of {layer.num_experts} experts in {layer.name}, "
+                f"which must keep at least {fewest} (its router picks {layer.top_k} per token)."
+            )
+    return [stays * share for stays, share in zip(kept, shares.per_expert, strict=True)]
+
+
+def _check_room(budget: Budget, room: Fraction, costs: Costs, least: int, most: int) -> None:
+    fixed, unit = costs.fixed, costs.unit
+    if room < least:
+        raise InfeasibleBudgetError(
+            f"{budget.argument} is too little: without any expert the model takes {fixed:,} {unit}, and with the "
+            f"fewest its routers need {fixed + least:,}; the full model takes {fixed + most:,}."
+        )
+    if room >= most:
+        raise ValueError(
+            f"{budget.argument} holds the full model ({fixed + most:,} {unit}): nothing is to be "
+            "pruned. Ask for less."
+        )
+
+
+def _range(values: Sequence[int]) -> str:
+    return str(values[0]) if len(set(values)) == 1 else f"{min(values)} to {max(values)}"

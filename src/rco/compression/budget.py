@@ -1,0 +1,63 @@
+"""Budgets as people write them: an amount and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from rco.compression.accounting import parse_size
+from rco.core.exact import exact_number
+
+__all__ = ["Budget"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An amount, and what it counts.
+
+    Kinds: ``bits`` (average width of the quantized weights), ``bpw`` (the same with scales and zero points),
+    ``size`` (bytes of all safetensors files), ``active_bits`` (average width of what a token reads), ``experts``
+    (how many to prune) and ``parameters`` (how many stay).
+    """
+
+    kind: str
+    amount: Fraction
+
+    @classmethod
+    def parse(cls, **given: Any) -> Budget:
+        """The one budget that is not None, e.g. ``Budget.parse(bits="2.5", size=None)``."""
+        named = {kind: value for kind, value in given.items() if value is not None}
+        if len(named) != 1:
+            raise ValueError(
+                f"Give exactly one budget out of {_arguments(given)}; got {_arguments(sorted(named)) or 'none'}."
+            )
+        ((kind, value),) = named.items()
+        if kind in ("size", "parameters"):
+            amount = Fraction(parse_size(str(value)))
+        else:
+            amount = exact_number(value, _arguments([kind]))
+        if amount <= 0:
+            raise ValueError(f"{_arguments([kind])} must be positive, got {value}.")
+        if kind == "experts" and amount >= 1 and not str(value).strip().isdigit():
+            raise ValueError(
+                f"`experts` is a fraction between 0 and 1 or a whole number of experts, got {value}."
+            )
+        return cls(kind, amount)
+
+    @property
+    def argument(self) -> str:
+        """The budget as an argument, for messages."""
+        if self.kind in ("size", "parameters"):
+            return f"`{self.kind}={int(self.amount)}`"
+        return f"`{self.kind}={float(self.amount):g}`"
+
+    def __str__(self) -> str:
+        if self.kind == "size":
+            return f"{int(self.amount):,} bytes"
+        return f"{float(self.amount):.6g} {self.kind}"
+
+
+def _arguments(kinds: Iterable[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in kinds)

@@ -1,0 +1,426 @@
+"""From a model and a budget to a checkpoint: plan, candidates, sensitivities, search, evaluation, export, report.
+
+Every stage leaves its result in the run's folder and is skipped when it is there, so that a run that was stopped
+anywhere goes on where it was and ends the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rco.compression.compression import Compression
+from rco.core.problem import Allocation, AllocationProblem
+from rco.core.protocols import Objective
+from rco.core.result import SearchResult, StepRecord
+from rco.data.calibration import DataSplits
+from rco.distributed import join, serve, shared
+from rco.folders import write_tensors_atomic
+from rco.models.loading import LoadedModel
+from rco.pipeline.checkpoints import export_checkpoint
+from rco.pipeline.configs import CompressConfig, PruneConfig
+from rco.pipeline.describe import describe
+from rco.pipeline.judge import Judge
+from rco.pipeline.planning import Planned, build_data, export_format, open_run, plan_compression
+from rco.pipeline.progress import Progress, Silent
+from rco.pipeline.reference_allocations import reference_allocations
+from rco.pipeline.searchers import configured_searcher, impq_pair
+from rco.report import build_report
+from rco.runs import RunDirectory
+
+__all__ = ["Outcome", "compress", "method_label"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run: its plan, what was found and measured, and where the files are."""
+
+    planned: Planned
+    folder: Path
+    result: SearchResult
+    metrics: dict[str, Any]
+    report: Path
+    checkpoint: Path | None
+
+
+def compress(
+    config: CompressConfig,
+    progress: Progress | None = None,
+    given: LoadedModel | None = None,
+    *,
+    checkpoint: bool = True,
+) -> Outcome | None:
+    """Run the whole job; with ``config.resume``, the rest of it. None on a rank that only helps rank 0.
+
+    Args:
+        config: What to do.
+        progress: Is told about stages and steps.
+        given: A model in memory, in place of the one that ``config`` names.
+        checkpoint: Whether the run's folder gets a checkpoint.
+    """
+    progress = progress or Silent()
+    with join(config.rank_timeout) as ranks:
+        planned = plan_compression(config, progress, ranks, given)
+        compression = planned.compression
+        progress.message(_expectation(planned))
+        # Text or candidates that do not fit are found before the run has a folder.
+        data = build_data(config, planned.loaded.tokenizer)
+        ranks.require_same("model or data", (planned.loaded.fingerprint, data.search.fingerprint))
+        compression.check_store(data.search)
+        if ranks.first:
+            return _lead(config, planned, data, progress, checkpoint)
+        tasks: dict[str, Callable[[], object]] = {
+            "candidates": lambda: compression.candidates(data.search),
+            "sensitivities": lambda: _differences(config, compression, data),
+        }
+        _assist(config, planned, data, tasks)
+        return None
+
+
+def _lead(
+    config: CompressConfig, planned: Planned, data: DataSplits, progress: Progress, checkpoint: bool
+) -> Outcome:
+    compression, ranks = planned.compression, planned.ranks
+    with open_run(config, planned.folder, planned.loaded) as run:
+        run.write_problem(planned.problem)
+        _make_candidates(planned, data, run)
+        known = _measure_options(config, planned, data, run, progress)
+        result = _search(config, planned, data, run, progress, known)
+        run.update_metrics(describe(config, planned, result, run.metrics))
+        references = reference_allocations(compression, planned.problem, result, progress)
+        _evaluate(planned, data, references, result, run, progress)
+        if isinstance(config, PruneConfig) and config.by_domain:
+            _by_domain(config, planned, data, run, progress)
+        ranks.dismiss()
+        written = _export(config, planned, data, result, run, progress) if checkpoint else None
+        report = build_report([run], run.folder / "report.html")
+        return Outcome(planned, run.folder, result, run.metrics, report, written)
+
+
+# ------------------------------------------------------------------------ before the search
+
+
+def _make_candidates(planned: Planned, data: DataSplits, run: RunDirectory) -> None:
+    """Packed options in the store; nothing where experts are only kept or removed."""
+    compression = planned.compression
+    if compression.plan.removes_only:
+        return
+    with _timed(run, "candidates"):
+        compression.count_visits(data.search)
+        planned.ranks.call("candidates")
+        compression.candidates(data.search)
+
+
+def _measure_options(
+    config: CompressConfig, planned: Planned, data: DataSplits, run: RunDirectory, progress: Progress
+) -> dict[str, Tensor]:
+    """Give the compression its sensitivities, from the run if they are there; returns tables for the objective."""
+    compression = planned.compression
+    if compression.plan.removes_only:
+        assert isinstance(config, PruneConfig)
+        _score_experts(config, compression, data, run)
+        return {}
+
+    def differences() -> Tensor:
+        planned.ranks.call("sensitivities")
+        return _differences(config, compression, data, progress)
+
+    found = _kept(run, "differences", "sensitivities.safetensors", differences)
+    layer_errors = None
+    mxmoe = config.searcher == "mxmoe"
+    if compression.plan.experts:
+        part = data.search.select(slice(0, config.sensitivity))
+        layer_errors = _kept(
+            run,
+            "layer_errors",
+            "layer_errors.safetensors",
+            lambda: compression.layer_errors(part, experts_only=mxmoe),
+        )
+    compression.use_differences(found, layer_errors)
+    return {"layer_errors": layer_errors} if mxmoe and layer_errors is not None else {}
+
+
+def _kept(run: RunDirectory, name: str, file: str, measure: Callable[[], Tensor]) -> Tensor:
+    """A table from a file of the run; measured and written if it is not there."""
+    saved = run.folder / file
+    if not saved.exists():
+        with _timed(run, "sensitivities"):
+            found = measure()
+        write_tensors_atomic(saved, {name: found})
+    return load_file(saved)[name]
+
+
+def _differences(
+    config: CompressConfig, compression: Compression, data: DataSplits, progress: Progress | None = None
+) -> Tensor:
+    return compression.differences(
+        data.search.select(slice(0, config.sensitivity)),
+        seed=config.seed,
+        on_progress=progress.stage("sensitivities") if progress is not None else None,
+    )
+
+
+def _score_experts(
+    config: PruneConfig, compression: Compression, data: DataSplits, run: RunDirectory
+) -> None:
+    saved = run.metrics.get("scores")
+    if saved is not None:
+        compression.set_scores(saved)
+        return
+    with _timed(run, "scores"):
+        compression.score_experts(data.search, sensitivity=_sensitivity(config))
+    scores = {name: [layer.tolist() for layer in layers] for name, layers in compression.scores.items()}
+    run.update_metrics({"scores": scores})
+
+
+def _sensitivity(config: PruneConfig) -> int:
+    """Sequences for gradients of experts: none where another score is the start."""
+    return config.sensitivity if config.start == "fisher" else 0
+
+
+def _expectation(planned: Planned) -> str:
+    """What can be asked for, and what it will take."""
+    expected, budget = planned.estimate, planned.budget
+    low, high = planned.compression.budget_range(budget.kind)
+    asked = str(budget) if budget.kind != "experts" else budget.argument.strip("`")
+    text = (
+        f"{asked} asked; {budget.kind.replace('_', ' ')} from {low} to {high} can be had; "
+        f"memory about {expected.memory / 2**30:.2f} GiB"
+    )
+    if expected.on_gpu:
+        text += f" on the GPU, {expected.search_memory / 2**30:.2f} GiB while searching"
+        if not planned.compression.plan.removes_only:
+            place = "on the GPU" if expected.residency == "resident" else "in host memory"
+            text += f"; candidates {place}"
+    return f"{text}; time about {expected.seconds / 60:.1f} minutes"
+
+
+# ------------------------------------------------------------------------ the search
+
+
+def _search(
+    config: CompressConfig,
+    planned: Planned,
+    data: DataSplits,
+    run: RunDirectory,
+    progress: Progress,
+    known: Mapping[str, Tensor],
+) -> SearchResult:
+    """The run's result: searched for, or read if the search is done.
+
+    ``known`` are attributes that the objective gets: what a method reads of the model beside its loss.
+    """
+    if run.finished:
+        return run.result
+    compression, device = planned.compression, planned.loaded.device
+    own = {"pair": impq_pair(compression.plan, planned.problem)}
+    searcher = configured_searcher(config, own)
+    with _timed(run, "search"), _shared_objective(planned, data) as objective:
+        for name, value in known.items():
+            setattr(objective, name, value)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what earlier stages have left is not this one's
+            torch.cuda.reset_peak_memory_stats(device)
+        result = _run_search(
+            run,
+            searcher,
+            planned.problem,
+            objective,
+            _beliefs(config, planned),
+            progress,
+            lambda units: compression.describe_cost(planned.budget.kind, units),
+        )
+        if device.type == "cuda":
+            measured = torch.cuda.max_memory_reserved(device)
+            expected = planned.estimate.search_memory
+            run.update_metrics({"memory": {"search_bytes": measured, "expected_bytes": expected}})
+    return result
+
+
+def _beliefs(config: CompressConfig, planned: Planned) -> dict[str, Tensor]:
+    scale = config.prior_scale if isinstance(config, PruneConfig) else "global"
+    return planned.compression.beliefs(planned.problem, config.start, config.strength, scale)
+
+
+def _run_search(
+    run: RunDirectory,
+    searcher: Any,
+    problem: AllocationProblem,
+    objective: Objective,
+    beliefs: Mapping[str, Tensor],
+    progress: Progress,
+    describe_cost: Callable[[float], str],
+) -> SearchResult:
+    """Search with a checkpoint after every step, from the newest checkpoint if there is one; keep the result.
+
+    ``beliefs`` are the search's ``prior`` and ``proxy``, where they are known; ``describe_cost`` puts an expected
+    cost into words for the progress.
+    """
+    checkpoint = run.load_checkpoint()
+    step, state = checkpoint if checkpoint is not None else (0, None)
+    run.truncate_history(step)
+
+    def on_checkpoint(current: dict[str, Any]) -> None:
+        run.append_history(current["history"][-1])
+        run.save_checkpoint(current["step"], current)
+
+    def on_step(record: StepRecord) -> None:
+        spent = record.expected_cost
+        progress.step(record, "" if spent is None else describe_cost(sum(spent)))
+        if record.phase == "refine":  # search steps are written with their checkpoint
+            run.append_history(record)
+
+    arguments: dict[str, Any] = dict(beliefs)
+    if "on_checkpoint" in inspect.signature(searcher.search).parameters:
+        arguments.update(on_checkpoint=on_checkpoint, resume=state)
+    result: SearchResult = searcher.search(problem, objective, on_step=on_step, **arguments)
+    run.write_result(result)
+    run.clear_checkpoints()
+    return result
+
+
+@contextmanager
+def _shared_objective(planned: Planned, data: DataSplits, spec: str | None = None) -> Iterator[Objective]:
+    """Rank 0: the objective, answered by all ranks; ``spec`` is what the data were built from, if not as usual."""
+    planned.ranks.call("search", spec)
+    with (
+        planned.compression.objective(data.search, data.selection) as objective,
+        shared(objective, planned.ranks) as together,
+    ):
+        yield together
+
+
+def _assist(
+    config: CompressConfig, planned: Planned, data: DataSplits, tasks: Mapping[str, Callable[[], object]]
+) -> None:
+    """The other ranks: take part in the stages that rank 0 calls for."""
+
+    def search(spec: str | None) -> None:
+        own = data if spec is None else build_data(config, planned.loaded.tokenizer, spec)
+        with planned.compression.objective(own.search, own.selection) as objective:
+            serve(objective, planned.ranks)
+
+    def evaluate(listed: Sequence[tuple[str, Allocation | None]]) -> None:
+        for _ in _measured(planned, data, listed):
+            pass
+
+    planned.ranks.follow({"search": search, "evaluation": evaluate, **tasks})
+
+
+# ------------------------------------------------------------------------ after the search
+
+
+def _evaluate(
+    planned: Planned,
+    data: DataSplits,
+    references: Sequence[tuple[str, Allocation | None]],
+    result: SearchResult,
+    run: RunDirectory,
+    progress: Progress,
+) -> None:
+    """Measure named allocations (None is the full model) and the result; each row is kept as it is measured."""
+    rows = list(run.metrics.get("evaluation", []))
+    done = {row["name"] for row in rows}
+    listed = [*references, (method_label(result), result.allocation)]
+    missing = [entry for entry in listed if entry[0] not in done]
+    count = progress.stage("evaluation")
+    planned.ranks.call("evaluation", missing)
+    with _timed(run, "evaluation"):
+        for found in _measured(planned, data, missing):
+            rows += [{**row, "chosen": row["name"] == method_label(result)} for row in found]
+            run.update_metrics({"evaluation": rows})
+            count(len(rows), len(listed))
+
+
+def _measured(
+    planned: Planned, data: DataSplits, listed: Sequence[tuple[str, Allocation | None]]
+) -> Iterator[list[dict[str, Any]]]:
+    """Rows of the comparison in their order, as many at a time as there are ranks."""
+    judge = Judge(planned.compression, data.evaluation)
+    ranks = planned.ranks
+    for start in range(0, len(listed), ranks.count):
+        part = listed[start : start + ranks.count]
+
+        def share(mine: Sequence[int], part: Sequence[Any] = part) -> list[dict[str, Any]]:
+            return [judge.row(part[item][0], part[item][1], planned.problem) for item in mine]
+
+        yield ranks.map(share, len(part))
+
+
+def _by_domain(
+    config: PruneConfig, planned: Planned, data: DataSplits, run: RunDirectory, progress: Progress
+) -> None:
+    """Search once on every domain alone; the models that result are measured on every domain."""
+    compression = planned.compression
+    moe = dict(run.metrics["moe"])
+    measured: dict[str, Any] = dict(moe.get("by_domain", {}))
+    judge = Judge(compression, data.evaluation)
+    domains = list(dict.fromkeys(data.search.domains))
+    count = progress.stage("domains")
+    before = {name: list(layers) for name, layers in compression.scores.items()}
+    with _timed(run, "domains"):
+        for position, domain in enumerate(domains):
+            if domain not in measured:
+                own = build_data(config, planned.loaded.tokenizer, spec=domain)
+                compression.score_experts(own.search, sensitivity=_sensitivity(config))
+                searcher = configured_searcher(config)
+                with _shared_objective(planned, own, domain) as objective:
+                    result = searcher.search(planned.problem, objective, **_beliefs(config, planned))
+                measured[domain] = judge.row(domain, result.allocation, planned.problem)["by_domain"]
+                moe["by_domain"] = measured
+                run.update_metrics({"moe": moe})
+            count(position + 1, len(domains))
+    compression.set_scores(before)
+
+
+def _export(
+    config: CompressConfig,
+    planned: Planned,
+    data: DataSplits,
+    result: SearchResult,
+    run: RunDirectory,
+    progress: Progress,
+) -> Path | None:
+    format, target = export_format(config), run.folder / "model"
+    if format == "none":
+        return None
+    if "export" in run.metrics and target.exists():
+        return target
+    count = progress.stage("export")
+    count(0, 1)
+    with _timed(run, "export"):
+        tokens = data.evaluation.tokens[:1]
+        run.update_metrics(
+            export_checkpoint(planned, result.allocation, format, target, tokens, overwrite=True)
+        )
+    count(1, 1)
+    return target
+
+
+def method_label(result: SearchResult) -> str:
+    """What tables call a result."""
+    return result.method.upper() if result.method == "rco" else result.method
+
+
+class _timed:
+    """Adds the seconds spent inside to the run's timings."""
+
+    def __init__(self, run: RunDirectory, name: str) -> None:
+        self._run, self._name = run, name
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        timings = dict(self._run.metrics.get("timings", {}))
+        timings[self._name] = timings.get(self._name, 0.0) + time.perf_counter() - self._began
+        self._run.update_metrics({"timings": timings})

@@ -1,0 +1,169 @@
+"""What a run says about its model, its budget and what every group was given: the metrics behind the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rco.compression.candidates import option_label
+from rco.compression.compression import Compression
+from rco.core.problem import Allocation
+from rco.core.result import SearchResult
+from rco.models.loading import LoadedModel
+from rco.pipeline.configs import CompressConfig
+from rco.pipeline.planning import Planned
+
+__all__ = ["describe"]
+
+
+def describe(
+    config: CompressConfig, planned: Planned, result: SearchResult, before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The sections of the metrics that do not need the evaluation; ``before`` are the metrics so far."""
+    compression = planned.compression
+    pruning = compression.plan.removes_only
+    return {
+        "kind": compression.kind,
+        "model": _model(config.model, planned.loaded),
+        "budget": _budget(config, planned, result),
+        **(
+            {"moe": {**before.get("moe", {}), **_kept_experts(compression, result.allocation)}}
+            if pruning
+            else _groups(compression, result.allocation)
+        ),
+    }
+
+
+def _model(name: str, loaded: LoadedModel) -> dict[str, Any]:
+    return {
+        "name": name,
+        "parameters": sum(p.numel() for p in loaded.model.parameters()),
+        "blocks": len(loaded.layout.blocks(loaded.model)),
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "fingerprint": loaded.fingerprint,
+    }
+
+
+def _budget(config: CompressConfig, planned: Planned, result: SearchResult) -> dict[str, Any]:
+    """The budget as asked and as used; a size is that of the whole checkpoint, the search sees a part of it."""
+    compression, problem = planned.compression, planned.problem
+    counted = compression.costs(planned.budget.kind)
+    allowed = sum(problem.unit_budgets) + counted.fixed
+    used = sum(problem.units(result.allocation)) + counted.fixed
+    found = {
+        "kind": planned.budget.kind,
+        "requested": config.requested,
+        "effective": f"{allowed:,} {counted.unit}",
+        "used": f"{used:,} {counted.unit}",
+        "unit": counted.unit,
+        "budget_units": allowed,
+        "used_units": used,
+    }
+    if not compression.plan.removes_only:
+        bits = compression.average_width(result.allocation)
+        own = {"average_bits": float(bits), "average_bits_exact": str(bits), "counted_over": counted.count}
+        return {**found, "range": list(counted.range), **own}
+    total = problem.num_groups
+    pruned = total - int(compression.keep_of(result.allocation).sum())
+    ends = [sum(end) if isinstance(end, tuple) else end for end in problem.feasible_range]
+    return {
+        **found,
+        "used": f"{found['used']}; {pruned} of {total} experts pruned",
+        "range": [f"{end + counted.fixed:,} {counted.unit}" for end in ends],
+        "experts": total,
+        "pruned": pruned,
+    }
+
+
+def _groups(compression: Compression, allocation: Allocation) -> dict[str, Any]:
+    """Every group with its width, and what its options were expected to do."""
+    plan, store = compression.plan, compression.store
+    losses, relative = compression.losses.numpy(), compression.relative_errors().numpy()
+    return {
+        "candidates": store.fingerprint if store is not None else None,
+        **_expert_widths(compression, allocation),
+        "groups": [
+            {
+                "name": group.name,
+                "members": [member.name for member in group.members],
+                "kind": "+".join(dict.fromkeys(member.kind for member in group.members)),
+                "block": group.block,
+                "parameters": group.parameters,
+                "width": plan.widths[choice],
+                "sensitivity": dict(zip(plan.labels, losses[row].tolist(), strict=True)),
+                "relative_error": dict(zip(plan.labels, relative[row].tolist(), strict=True)),
+            }
+            for row, (group, choice) in enumerate(zip(plan.groups, allocation, strict=True))
+        ],
+    }
+
+
+def _kept_experts(compression: Compression, allocation: Allocation) -> dict[str, Any]:
+    """Every sparse layer with the experts that stay and their scores."""
+    kept, scores = compression.kept(allocation), compression.scores
+    overlap = sum(
+        len(set(layer) & set(torch.topk(score, len(layer)).indices.tolist()))
+        for layer, score in zip(kept, scores["reap"], strict=True)
+    )
+    layers = [
+        {
+            "layer": layer.decoder_index,
+            "name": layer.name,
+            "experts": layer.num_experts,
+            "top_k": layer.top_k,
+            "kept": stay,
+            "scores": {name: own[layer.index].tolist() for name, own in scores.items()},
+        }
+        for layer, stay in zip(compression.layers, kept, strict=True)
+    ]
+    return {"layers": layers, "overlap_with_reap": overlap / sum(map(len, kept))}
+
+
+def _expert_widths(compression: Compression, allocation: Allocation) -> dict[str, Any]:
+    """Widths of experts beside their routing frequency; nothing for a model without experts."""
+    plan, visits = compression.plan, compression.visits
+    if not plan.experts or compression.store is None or visits is None:
+        return {}
+    choices = compression.choice_of(allocation)
+    layers: dict[int, dict[str, Any]] = {}
+    for info in plan.experts:
+        layer = layers.setdefault(
+            info.layer.index,
+            {
+                "layer": info.layer.decoder_index,
+                "widths": [[0, 0, 0] for _ in range(info.layer.num_experts)],
+                "frequency": [seen / max(visits.tokens, 1) for seen in visits.experts[info.layer.index]],
+            },
+        )
+        layer["widths"][info.expert][("gate", "up", "down").index(info.projection)] = choices[info.name]
+    return {
+        "expert_widths": {
+            "layers": list(layers.values()),
+            **_fitted(compression),
+            "experts": sum(len(layer["widths"]) for layer in layers.values()),
+        }
+    }
+
+
+def _fitted(compression: Compression) -> dict[str, Any]:
+    """How many tokens the candidates of experts were fitted to, and how many were added for rare experts."""
+    plan, store = compression.plan, compression.store
+    assert store is not None
+    if compression.settings.method != "gptq":  # plain rounding looks at no tokens
+        return {"minimum_tokens": None, "topped_up": 0, "added_tokens": 0}
+    label = option_label(plan.packed_widths[0])
+    tensors = dict.fromkeys(info.stored_in for info in plan.experts if info.projection == "down")
+    visits, added = [], []
+    for name in tensors:
+        statistics = store.statistics(name, label)
+        visits += statistics["tokens"]
+        added += statistics["added_tokens"]
+    return {
+        "minimum_tokens": compression.settings.expert_tokens,
+        "fewest_tokens": min(seen + more for seen, more in zip(visits, added, strict=True)),
+        "unvisited": sum(seen == 0 for seen in visits),
+        "topped_up": sum(more > 0 for more in added),
+        "added_tokens": sum(added),
+    }

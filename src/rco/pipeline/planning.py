@@ -1,0 +1,297 @@
+"""A compression that has been checked as far as it can be without work: model, groups, budget, memory and time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rco.compression.budget import Budget
+from rco.compression.candidates import CandidateSettings
+from rco.compression.compression import Compression
+from rco.compression.costs import Visits, most_visited, routing_visits
+from rco.compression.engines import find_engine
+from rco.compression.gguf_file import GGUFFile
+from rco.compression.plan import CompressionPlan, ExpertGroups, make_plan, make_removal_plan
+from rco.core.problem import AllocationProblem
+from rco.data.calibration import DataSplits, build_splits
+from rco.data.sources import resolve_source
+from rco.distributed import Ranks
+from rco.export.compressed_tensors import check_exportable
+from rco.models.files import read_config
+from rco.models.loading import LoadedModel, load_model, locate_model, refuse_quantized
+from rco.models.moe.layers import moe_layers
+from rco.models.moe.linears import model_linears, sparse_layers
+from rco.models.moe.prune import keep_plan
+from rco.models.precision import compute_dtype
+from rco.models.spread import Spread
+from rco.pipeline.checkpoints import check_format, check_recipe
+from rco.pipeline.configs import CompressConfig, PruneConfig, QuantizeConfig
+from rco.pipeline.estimate import Estimate, choose_residency, estimate
+from rco.pipeline.progress import Progress
+from rco.pipeline.searchers import configured_searcher
+from rco.runs import RunDirectory
+
+__all__ = [
+    "Planned",
+    "build_data",
+    "export_format",
+    "open_run",
+    "plan_compression",
+    "plan_groups",
+    "run_folder",
+    "slug",
+]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A compression before any work.
+
+    Attributes:
+        loaded: The model.
+        compression: Its groups and options.
+        problem: What is searched over.
+        budget: What was asked for.
+        folder: Where the run goes.
+        estimate: Memory and time.
+        ranks: Processes that share the work.
+    """
+
+    loaded: LoadedModel
+    compression: Compression
+    problem: AllocationProblem
+    budget: Budget
+    folder: Path
+    estimate: Estimate
+    ranks: Ranks = field(default_factory=Ranks, kw_only=True)
+
+    @property
+    def kept_experts(self) -> int:
+        """Where experts are kept or removed: most that the budget lets stay."""
+        room = sum(self.problem.unit_budgets)
+        if self.budget.kind == "experts":
+            return room
+        kept = 0
+        for cost in sorted(int(costs) for costs in self.problem.unit_costs[0].max(axis=1)):
+            room -= cost
+            if room < 0:
+                break
+            kept += 1
+        return kept
+
+
+def plan_compression(
+    config: CompressConfig,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
+    given: LoadedModel | None = None,
+) -> Planned:
+    """Load the model, form groups and problem, and refuse what cannot work, before anything expensive.
+
+    Args:
+        config: What to do.
+        progress: Is told how far candidates or scores are.
+        ranks: Processes that share the work.
+        given: A model in memory, in place of the one that ``config`` names.
+    """
+    budget = Budget.parse(**config.budgets())
+    configured_searcher(config)
+    _check_sources(config)
+    ranks = ranks or Ranks()
+    loaded = _load(config, ranks, given)
+    folder = run_folder(config, budget)
+    computing = compute_dtype(config.compute, loaded.device, loaded.dtype)
+    visits = _needed_visits(config, budget, loaded, computing)
+    plan = plan_groups(config, loaded, visits)
+    residency, memory = choose_residency(loaded, plan, config)
+    own = (
+        _quantization_settings(config, plan, folder)
+        if isinstance(config, QuantizeConfig)
+        else _pruning_settings(config)
+    )
+    stage = "scores" if plan.removes_only else "candidates"
+    compression = Compression(
+        loaded,
+        plan,
+        visits=visits,
+        loss=config.loss,
+        top_k=config.top_k or None,
+        batch_size=config.batch_size,
+        checkpointing=config.checkpointing,
+        graphs=config.graphs,
+        compute_dtype=computing,
+        memory=residency,
+        on_progress=progress.stage(stage) if progress is not None else None,
+        ranks=ranks,
+        **own,
+    )
+    problem = compression.problem(budget)
+    _check_export(config, loaded, plan)
+    expected = estimate(compression, config, residency, memory)
+    return Planned(loaded, compression, problem, budget, folder, expected, ranks=ranks)
+
+
+def plan_groups(config: CompressConfig, loaded: LoadedModel, visits: Visits | None = None) -> CompressionPlan:
+    """Groups and options of a loaded model; ``visits`` of its experts decide which must not be pruned."""
+    if isinstance(config, PruneConfig):
+        moe_layers(loaded.model)  # a model without experts is an error that names those with some
+        return make_removal_plan(model_linears(loaded.layout, loaded.model), config.lock)
+    assert isinstance(config, QuantizeConfig)
+    engine = find_engine(config.serve)
+    if engine.gguf and config.group_size is not None:
+        raise ValueError(
+            f"`serve='{engine.name}'`: a block type has groups of its own (16 or 32 weights); leave out "
+            "`group_size`."
+        )
+    return make_plan(
+        loaded.layout,
+        model_linears(loaded.layout, loaded.model, include_head=True),
+        widths=None if config.widths is None else _parse_widths(config.widths),
+        group_size=config.columns_per_scale,
+        symmetric=config.symmetric,
+        serve=config.serve,
+        locks=config.lock,
+        skips=config.skip,
+        ties=config.tie,
+        experts=_expert_groups(config),
+        allow_prune=config.allow_prune,
+        protected=None if visits is None else most_visited(visits, sparse_layers(loaded.model)),
+        gguf=GGUFFile.of(loaded.layout, loaded.model) if engine.gguf else None,
+    )
+
+
+def export_format(config: CompressConfig) -> str:
+    """The format of the checkpoint: as asked, or what the engine reads; ``none`` for no checkpoint."""
+    if isinstance(config, PruneConfig):
+        return "pruned-padded" if config.padded and config.format != "none" else config.format
+    assert isinstance(config, QuantizeConfig)
+    return config.format or find_engine(config.serve).format
+
+
+def run_folder(config: CompressConfig, budget: Budget, prefix: str = "") -> Path:
+    """Folder of a run: as asked, or a name made of model and budget."""
+    suffix = "-uniform" if getattr(config, "uniform", False) else ""
+    name = f"{prefix}{Path(config.model).name}-{budget.kind}-{config.requested}{suffix}"
+    return config.out or Path("runs") / slug(name)
+
+
+def slug(text: str) -> str:
+    """A file name from any text."""
+    return "".join(c if c.isalnum() or c in "-._" else "-" for c in text)
+
+
+def open_run(
+    config: CompressConfig, folder: Path, given: LoadedModel | None = None
+) -> AbstractContextManager[RunDirectory]:
+    """The run's folder: a new one, or with ``config.resume`` the one that is there."""
+    identity = config.identity()
+    if given is not None and given.path is None:  # no name tells one model in memory from another
+        identity["weights"] = given.fingerprint
+    return (RunDirectory.resume if config.resume else RunDirectory.create)(folder, identity)
+
+
+def build_data(config: CompressConfig, tokenizer: Any, spec: str | None = None) -> DataSplits:
+    """Search, selection and evaluation text; ``spec`` replaces the calibration text."""
+    return build_splits(
+        spec if spec is not None and spec != str(config.data) else config.data,
+        tokenizer,
+        search=config.sequences,
+        selection=config.selection,
+        evaluation=config.evaluation,
+        length=config.length,
+        seed=config.seed,
+        evaluation_spec=config.eval_data or (config.data if spec else None),
+    )
+
+
+def _check_sources(config: CompressConfig) -> None:
+    """Refuse text that cannot be found, before the model is loaded."""
+    for spec in (config.data, config.eval_data):
+        if spec is not None:
+            resolve_source(spec)
+
+
+def _load(config: CompressConfig, ranks: Ranks, given: LoadedModel | None) -> LoadedModel:
+    """The model on this rank's device, or divided among its GPUs; the one that was passed, if any."""
+    if given is not None:
+        return given
+    if config.device_map != "none" and config.device != "cuda":
+        raise ValueError(
+            f"`device_map` divides a model among GPUs: add `device='cuda'`, got {config.device}."
+        )
+    folder, gguf = locate_model(config.model)
+    if gguf is None:
+        refuse_quantized(read_config(folder), config.model)
+    spread = None if config.device_map == "none" else Spread(config.device_map, ranks.gpus)
+    return load_model(
+        config.model,
+        dtype=config.dtype,
+        device=ranks.device(config.device, spread is not None),
+        spread=spread,
+    )
+
+
+def _needed_visits(
+    config: CompressConfig, budget: Budget, loaded: LoadedModel, computing: torch.dtype
+) -> Visits | None:
+    """How often experts are visited, where costs or groups depend on it; None where they do not."""
+    if budget.kind == "active_bits" or getattr(config, "allow_prune", False):
+        return routing_visits(loaded, build_data(config, loaded.tokenizer).search, computing)
+    return None
+
+
+def _quantization_settings(config: QuantizeConfig, plan: CompressionPlan, folder: Path) -> dict[str, Any]:
+    return {
+        "store_folder": config.store or folder / "candidates",
+        "settings": CandidateSettings(
+            method=config.method or plan.engine.method,
+            damp=config.damp,
+            act_order=config.act_order,
+            clip=config.clip,
+            sweeps=config.sweeps,
+            expert_tokens=config.expert_tokens,
+        ),
+        "count": config.count,
+        "overwrite_store": config.overwrite_store,
+    }
+
+
+def _pruning_settings(config: CompressConfig) -> dict[str, Any]:
+    assert isinstance(config, PruneConfig)
+    return {"uniform": config.uniform, "min_per_layer": config.min_per_layer, "gates": config.gates}
+
+
+def _check_export(config: CompressConfig, loaded: LoadedModel, plan: CompressionPlan) -> None:
+    """Refuse a format that could not hold what a search may return."""
+    format = export_format(config)
+    if format == "none":
+        return
+    if format == "pruned-padded":
+        obstacle = keep_plan(loaded.model, torch.ones(len(plan.groups))).pad_obstacle
+        if obstacle is not None:
+            raise ValueError(f"`padded` is not possible here: {obstacle}.")
+    if isinstance(config, QuantizeConfig):
+        check_recipe(check_format(format, plan.engine, pruned=config.allow_prune), loaded, plan)
+        if format == "compressed-tensors":
+            schemes = {i.name: [plan.scheme(i, width) for width in plan.packed_widths] for i in plan.linears}
+            check_exportable(plan.linears, schemes)
+
+
+def _parse_widths(text: str) -> Sequence[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"`widths` is a list such as 2,3,4,8,16, got {text!r}.") from None
+
+
+def _expert_groups(config: QuantizeConfig) -> ExpertGroups | None:
+    if config.per_projection and config.expert_groups not in (None, "projection"):
+        raise ValueError(
+            f"`per_projection` contradicts `expert_groups='{config.expert_groups}'`; give one of them."
+        )
+    return "projection" if config.per_projection else config.expert_groups

@@ -1,0 +1,90 @@
+"""Simple allocations to show beside a result: uniform widths, the proxy's knapsack, scores of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from rco.baselines.common import generator
+from rco.baselines.selection import share_budget
+from rco.compression.compression import Compression
+from rco.compression.priors import score_table
+from rco.core.knapsack import knapsack, solve_mckp
+from rco.core.problem import Allocation, AllocationProblem, InfeasibleBudgetError
+from rco.core.refine import layer_order, spend, uniform_allocation
+from rco.core.result import SearchResult
+from rco.pipeline.progress import Progress
+
+__all__ = ["pick_at_random", "pick_by_score", "reference_allocations"]
+
+Named = list[tuple[str, Allocation | None]]
+
+
+def reference_allocations(
+    compression: Compression, problem: AllocationProblem, result: SearchResult, progress: Progress
+) -> Named:
+    """Named allocations to measure beside the result; None is the full model."""
+    if compression.plan.removes_only:
+        return _expert_references(compression, problem, progress)
+    return _width_references(compression, problem, result)
+
+
+def _width_references(compression: Compression, problem: AllocationProblem, result: SearchResult) -> Named:
+    """The full model, the neighbouring uniform widths, their interpolation, and the proxy's knapsack."""
+    plan, losses = compression.plan, compression.losses.numpy()
+    listed: Named = [("full model", None)]
+    # The groups that had a choice: locked ones are no part of a uniform width.
+    free = [(k, g) for k, g in zip(result.allocation, plan.groups, strict=True) if len(g.widths) > 1]
+    parameters = sum(group.parameters for _, group in free) or 1
+    average = sum(plan.widths[k] * group.parameters for k, group in free) / parameters
+    packed = plan.packed_widths
+    below = max((w for w in packed if w <= average), default=packed[0])
+    above = min((w for w in packed if w > average), default=packed[-1])
+    for width in dict.fromkeys((below, above)):
+        choices = np.array(
+            [plan.widths.index(width if width in group.widths else group.widths[0]) for group in plan.groups]
+        )
+        listed.append((f"uniform {width}", problem.allocation(choices)))
+    interpolation = spend(problem, uniform_allocation(problem), layer_order(problem))
+    listed.append(("uniform interpolation", problem.allocation(interpolation)))
+    proxy = solve_mckp(-losses, problem)
+    listed.append(("proxy knapsack", problem.allocation(spend(problem, proxy.allocation, -losses))))
+    return listed
+
+
+def _expert_references(compression: Compression, problem: AllocationProblem, progress: Progress) -> Named:
+    """The full model, chance, and what plain scores would have chosen."""
+    listed: Named = [("full model", None)]
+    listed.append(("random", pick_at_random(problem, seed=0)))
+    for label, score in (("frequency", "frequency"), ("REAP", "reap")):
+        for per_layer in (True, False):
+            name = f"{label}, {'same share per layer' if per_layer else 'over the model'}"
+            if per_layer is False and problem.block_index is not None:
+                continue  # with a budget per layer both are the same
+            try:
+                picked = pick_by_score(
+                    problem, compression.scores[score], compression.plan.layer_of_group, per_layer=per_layer
+                )
+            except InfeasibleBudgetError as error:
+                progress.message(f"{name} is left out of the comparison: {error}")
+                continue
+            listed.append((name, picked))
+    return listed
+
+
+def pick_by_score(
+    problem: AllocationProblem, scores: Sequence[Tensor], blocks: np.ndarray, *, per_layer: bool
+) -> Allocation:
+    """The experts of the highest score: the same share of every layer, or over the whole model."""
+    values = score_table(scores).numpy()
+    rule = share_budget(problem, blocks) if per_layer else problem
+    return problem.allocation(spend(rule, knapsack(values, rule), values))
+
+
+def pick_at_random(problem: AllocationProblem, seed: int) -> Allocation:
+    """A feasible choice drawn at random."""
+    values = np.zeros((problem.num_groups, problem.num_options))
+    values[:, 1] = generator(seed, 0).random(problem.num_groups)
+    return problem.allocation(spend(problem, knapsack(values, problem), values))
