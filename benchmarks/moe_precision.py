@@ -116,7 +116,7 @@ class Settings:
 
     def bytes_of(self, model, bits, seed):
         """Bytes of a checkpoint whose experts take exactly that many bits on average, attention at 16."""
-        backend = self.base(model, bits, seed).backend
+        backend = self.base(model, bits, seed).compression
         size, count = backend.costs("size"), backend.costs("bits")
         low, high = (float(end) for end in count.range)
         ends = []

@@ -122,7 +122,7 @@ def test_the_notebook_runs_and_has_its_outputs(monkeypatch, capsys, tmp_path):
 def test_version_and_listings(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("rco ")
-    for kind in ("methods", "backends", "formats", "models", "data"):
+    for kind in ("methods", "formats", "models", "data"):
         assert main(["ls", kind]) == 0
         assert capsys.readouterr().out.strip()
     assert main(["ls", "nonsense"]) == 2

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["BACKENDS", "FORMATS", "METHODS", "load", "unknown_name"]
+__all__ = ["EXPORTERS", "METHODS", "load", "unknown_name"]
 
 METHODS: dict[str, str] = {
     "rco": "rco.core.search:RCO",
@@ -36,11 +36,7 @@ METHODS: dict[str, str] = {
     "top-per-block": "rco.baselines.selection:TopPerBlock",
     "random-pick": "rco.baselines.selection:RandomPick",
 }
-BACKENDS: dict[str, str] = {
-    "expert-pruning": "rco.compression.expert_pruning:ExpertPruningBackend",
-    "quantization": "rco.compression.compression:Compression",
-}
-FORMATS: dict[str, str] = {
+EXPORTERS: dict[str, str] = {
     "compressed-tensors": "rco.export.compressed_tensors:CompressedTensorsExporter",
     "dense": "rco.export.dense:DenseExporter",
     "llama.cpp": "rco.export.llama_cpp:LlamaCppExporter",

@@ -257,7 +257,7 @@ def test_candidates_are_gptq_of_each_expert(tmp_path):
     assert statistics["added_tokens"] == hessians.added.tolist()
     # A second backend finds them in the store.
     again = make_backend(tmp_path, name="qwen3_moe", method="gptq", group_size=8)
-    again.prepare(data)
+    again.candidates(data)
     assert again.store.complete
 
 

@@ -337,7 +337,7 @@ def test_candidates_do_not_depend_on_what_is_tied(tmp_path):
         {"locks": ["attention=16"], "ties": ["q_proj,o_proj"]},
     ]
     backends = [make_backend(tmp_path, "olmoe", **plain, **kind) for kind in kinds]
-    backends[0].prepare(text())
+    backends[0].candidates(text())
     for backend in backends[1:]:
         backend.check_store(text())  # refuses candidates that were made differently
         backend.candidates(text())

@@ -191,4 +191,4 @@ def _range(folder):
     from rco.pipeline.planning import plan_compression
 
     config = QuantizeConfig(model=str(folder), bits="3", widths="2,4,8", group_size=16)
-    return plan_compression(config).backend.budget_range("size")
+    return plan_compression(config).compression.budget_range("size")

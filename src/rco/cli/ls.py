@@ -22,7 +22,7 @@ def _first_line(target: str) -> str:
 
 
 def ls(
-    kind: Annotated[str, typer.Argument(help="methods, backends, formats, models or data.")] = "methods",
+    kind: Annotated[str, typer.Argument(help="methods, formats, models or data.")] = "methods",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the names that other commands take.
@@ -33,8 +33,7 @@ def ls(
     """
     listings = {
         "methods": lambda: {name: _first_line(target) for name, target in tables.METHODS.items()},
-        "backends": lambda: {name: _first_line(target) for name, target in tables.BACKENDS.items()},
-        "formats": lambda: {name: _first_line(target) for name, target in tables.FORMATS.items()},
+        "formats": lambda: {name: _first_line(target) for name, target in tables.EXPORTERS.items()},
         "models": _models,
         "data": _data,
     }

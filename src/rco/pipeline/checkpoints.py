@@ -105,9 +105,9 @@ def _export_quantized(
 
 def make_exporter(format: str, kind: str) -> Any:
     """The exporter of a format, which must be one for this kind of compression."""
-    exporter = tables.load(tables.FORMATS, format, "format")()
+    exporter = tables.load(tables.EXPORTERS, format, "format")()
     if exporter.kind != kind:
-        fitting = [n for n in tables.FORMATS if tables.load(tables.FORMATS, n, "format").kind == kind]
+        fitting = [n for n in tables.EXPORTERS if tables.load(tables.EXPORTERS, n, "format").kind == kind]
         raise ValueError(
             f"The format {format!r} holds {exporter.kind}, this run is {kind}; take {' or '.join(fitting)}."
         )

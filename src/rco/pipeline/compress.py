@@ -35,7 +35,7 @@ from rco.pipeline.progress import Progress, Silent
 from rco.pipeline.reference_allocations import reference_allocations
 from rco.pipeline.searchers import configured_searcher, impq_pair
 from rco.report import build_report
-from rco.runs import RunDirectory
+from rco.runs import RunDirectory, RunError
 
 __all__ = ["Outcome", "compress", "method_label"]
 
@@ -220,7 +220,13 @@ def _search(
     ``known`` are attributes that the objective gets: what a method reads of the model beside its loss.
     """
     if run.finished:
-        return run.result
+        found, groups = run.result, planned.problem.num_groups
+        if len(found.allocation) != groups:
+            raise RunError(
+                f"The allocation in {run.folder} has {len(found.allocation)} groups and the model {groups}: it was "
+                "made for another model. Remove the folder, or give another one."
+            )
+        return found
     compression, device = planned.compression, planned.loaded.device
     own = {"pair": impq_pair(compression.plan, planned.problem)}
     searcher = configured_searcher(config, own)
