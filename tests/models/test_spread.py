@@ -8,8 +8,7 @@ import torch
 from rco.distributed import Ranks
 from rco.models.spread import Spread
 from rco.models.zoo import ModelError
-from rco.studies.step_bench import sample_of
-from rco.studies.step_cases import make_case
+from rco.testing.search_cases import make_case, sample_of
 
 
 @pytest.fixture

@@ -1,21 +1,19 @@
-"""``rco bench``: the studies and speed measurements, each printing a table and writing JSON."""
+"""``rco bench``: speed and memory measurements, each printing a table and writing JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from rco.cli.options import Switches, command_from_config, taken_device
-from rco.pipeline.configs import AblationConfig
+from rco.cli.options import taken_device
 from rco.settings import DEVICE_HELP
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Studies and speed measurements.", no_args_is_help=True)
+app = typer.Typer(help="Speed and memory measurements.", no_args_is_help=True)
 
 Out = Annotated[Path | None, typer.Option("--out", help="Folder for JSON, Markdown and figures.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A smaller version, in seconds.")]
@@ -48,85 +46,12 @@ def solver(
 
     rco bench solver --out benchmarks/results
     """
+    from rco.bench.solver_bench import run, to_markdown
     from rco.pipeline.progress import make_progress
-    from rco.studies.solver_bench import run, to_markdown
 
     with make_progress(as_json) as progress:
         report = run(families or None, repeats, quick, progress.stage("solver"))
     _write(report, to_markdown(report), out, "solver", as_json)
-
-
-@app.command()
-def knapsack(
-    scenario: Annotated[
-        list[str] | None, typer.Option("--scenario", help="A scenario by name, repeatable; all by default.")
-    ] = None,
-    instances: Annotated[int, typer.Option("--instances", help="Random instances per scenario.")] = 3,
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps per run.")] = 5000,
-    lr: Annotated[float, typer.Option("--lr", help="Learning rate.")] = 0.01,
-    workers: Annotated[int, typer.Option("--workers", help="Processes.")] = 2,
-    seed: Annotated[int, typer.Option("--seed", help="Of instances and starting points.")] = 0,
-    quick: Quick = False,
-    out: Out = Path("runs/knapsack-study"),
-    as_json: AsJson = False,
-) -> None:
-    """Compare ways to handle a budget on 13 knapsack scenarios, with 16 joint budgets and retraction counts.
-
-    rco bench knapsack --quick
-
-    rco bench knapsack --scenario huge --scenario 'cheap optimal' --workers 2
-    """
-    from rco.pipeline.progress import make_progress
-    from rco.studies.knapsack_report import study_markdown, write_study
-    from rco.studies.knapsack_study import run_study
-    from rco.studies.multi_budget import run_multi_budget
-    from rco.studies.retraction_bench import run_retraction_bench
-
-    with make_progress(as_json) as progress:
-
-        def told(stage: str) -> Callable[[int, int, str], None]:
-            count = progress.stage(stage)
-            return lambda done, total, _latest: count(done, total)
-
-        study = run_study(scenario or None, instances, steps, lr, workers, quick, seed, told("scenarios"))
-        whole = not scenario
-        multi = run_multi_budget(quick=quick, seed=seed, on_progress=told("joint budgets")) if whole else None
-        retraction = (
-            run_retraction_bench(quick=quick, seed=seed, on_progress=told("retraction")) if whole else None
-        )
-    if as_json:
-        typer.echo(json.dumps({"knapsack": study, "multi_budget": multi, "retraction": retraction}))
-    else:
-        typer.echo(study_markdown(study, multi, retraction))
-    if out is not None:
-        for path in write_study(out, study, multi, retraction):
-            typer.echo(f"wrote {path}", err=True)
-
-
-@app.command()
-def retraction(
-    steps: Annotated[int, typer.Option("--steps", help="Retractions per scenario.")] = 1000,
-    seed: Annotated[int, typer.Option("--seed", help="Of instances and starting points.")] = 0,
-    quick: Quick = False,
-    out: Out = None,
-    as_json: AsJson = False,
-) -> None:
-    """Count the softmax evaluations of a retraction: safeguarded Newton beside the paper's bisection.
-
-    rco bench retraction --quick
-
-    rco bench retraction --out benchmarks/results
-    """
-    from rco.pipeline.progress import make_progress
-    from rco.studies.knapsack_report import retraction_table
-    from rco.studies.retraction_bench import run_retraction_bench
-
-    with make_progress(as_json) as progress:
-        count = progress.stage("retraction")
-        report = run_retraction_bench(
-            steps=steps, quick=quick, seed=seed, on_progress=lambda done, total, _latest: count(done, total)
-        )
-    _write(report, retraction_table(report), out, "retraction", as_json)
 
 
 Shape = Annotated[
@@ -165,10 +90,9 @@ def step(
 
     rco bench step --shape qwen3-8b --device cuda --out benchmarks/results
     """
+    from rco.bench.step_bench import run, to_markdown, write_figure
     from rco.pipeline.progress import make_progress
-    from rco.studies.step_bench import run, to_markdown
-    from rco.studies.step_cases import quick_shape
-    from rco.studies.step_figure import write_figure
+    from rco.testing.search_cases import quick_shape
 
     if quick:
         shape = quick_shape(shape, job)
@@ -208,10 +132,9 @@ def memory(
 
     rco bench memory --shape qwen3-8b --device cuda --out benchmarks/results
     """
+    from rco.bench.step_bench import run_memory, to_markdown, write_memory_figure
     from rco.pipeline.progress import make_progress
-    from rco.studies.step_bench import run_memory, to_markdown
-    from rco.studies.step_cases import quick_shape
-    from rco.studies.step_figure import write_memory_figure
+    from rco.testing.search_cases import quick_shape
 
     if quick:
         shape = quick_shape(shape, job)
@@ -229,32 +152,3 @@ def memory(
     _write(report, to_markdown(report), out, f"memory_{_title(shape, job)}", as_json)
     if out is not None:
         write_memory_figure(report, out / f"memory_{_title(shape, job)}.svg")
-
-
-def _ablations(config: AblationConfig, switches: Switches) -> None:
-    """Sweep the settings of the search one by one: the nine ablations of the paper, on any model.
-
-    rco bench ablations --quick
-
-    rco bench ablations --sweep samples=1,4,16 --sweep temperature --seeds 5 --workers 2 --resume
-    """
-    from rco.cli.jobs import interruptible
-    from rco.pipeline.ablations import plan_ablations, run_ablations
-    from rco.pipeline.progress import make_progress
-    from rco.studies.ablation_report import ablation_markdown
-
-    if switches.dry_run:
-        plan = plan_ablations(config)
-        typer.echo(
-            f"{len(plan.runs)} runs for {len(plan.sweeps)} sweeps ({', '.join(s.name for s in plan.sweeps)}), "
-            f"about {plan.seconds / 60:.0f} minutes on one core of this machine"
-        )
-        return
-    with interruptible(), make_progress(switches.quiet or switches.as_json) as progress:
-        record, written = run_ablations(config, progress)
-    typer.echo(json.dumps(record) if switches.as_json else ablation_markdown(record))
-    for path in written:
-        typer.echo(f"wrote {path}", err=True)
-
-
-app.command("ablations")(command_from_config(AblationConfig, _ablations))

@@ -81,7 +81,9 @@ def interruptible() -> Iterator[None]:
 
 
 def _way_on() -> str:
-    command = ["rco", *(a for a in sys.argv[1:] if a != "--resume"), "--resume"]
+    script = Path(sys.argv[0])
+    program = ["python", str(script)] if script.suffix == ".py" and script.stem != "__main__" else ["rco"]
+    command = [*program, *(a for a in sys.argv[1:] if a != "--resume"), "--resume"]
     if "LOCAL_WORLD_SIZE" in os.environ:
         command = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], "-m", *command]
     return f"What is done is kept; continue with:\n  {' '.join(command)}\n"

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
+from rco.bench.step_bench import run, run_memory, to_markdown
 from rco.cli import main
 from rco.models.shapes import SHAPES, random_model
-from rco.studies.step_bench import run, run_memory, to_markdown
 
 
 @pytest.mark.parametrize(("shape", "job"), [("quick", None), ("quick-moe", None), ("quick-moe", "quantize")])
@@ -68,7 +68,7 @@ def test_command_writes_table_json_and_plot(what, word, tmp_path, capsys):
     ],
 )  # fmt: skip
 def test_mistakes_are_said_before_anything_is_made(what, arguments, code, message, capsys, monkeypatch):
-    monkeypatch.setattr("rco.studies.step_bench.free_memory", lambda: 4 * 2**30)
+    monkeypatch.setattr("rco.bench.step_bench.free_memory", lambda: 4 * 2**30)
     assert main(["bench", what, *arguments]) == code
     err = capsys.readouterr().err
     assert message in err

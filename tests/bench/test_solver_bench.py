@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from rco.studies import solver_bench
-from rco.studies.solver_bench import FAMILIES, run, to_markdown
+from rco.bench import solver_bench
+from rco.bench.solver_bench import FAMILIES, run, to_markdown
 
 
 def test_report_is_json_with_the_ratio_of_the_medians():

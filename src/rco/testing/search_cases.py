@@ -1,16 +1,14 @@
-"""What the step and memory benchmarks run on: a model of a known shape, random options, random tokens."""
+"""Searches on models of known shapes with random weights, options and tokens, for tests and benchmarks."""
 
 from __future__ import annotations
 
-import gc
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,12 +16,13 @@ from rco.compression.budget import Budget
 from rco.compression.candidates import candidate_name, option_label
 from rco.compression.compression import Compression, Residency
 from rco.compression.plan import make_plan, make_removal_plan
-from rco.compression.recording import captured
+from rco.core.evaluation import one_hot
+from rco.core.knapsack import solve_mckp
 from rco.core.problem import AllocationProblem
+from rco.core.relaxation import gumbel_noise
 from rco.data.calibration import CalibrationSet
 from rco.formats.packing import PackedWeight, packed_words
 from rco.formats.streaming import pinned_together
-from rco.models.gating import checkpointed_blocks
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.linears import model_linears
@@ -32,41 +31,20 @@ from rco.models.shapes import random_model, shape_settings
 __all__ = [
     "Case",
     "Job",
-    "Timed",
-    "as_graph",
-    "floor",
     "job_of",
     "make_case",
-    "measure",
     "quick_shape",
     "random_packed",
     "random_tokens",
+    "sample_of",
+    "sampled_gates",
+    "sampled_values",
     "stored_shapes",
 ]
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8)
 
 Job = Literal["quantize", "prune"]
-
-
-@dataclass(frozen=True)
-class Timed:
-    """Seconds of some repeats and the most memory that was held for them on the device; None on a CPU.
-
-    That is what torch had taken from the device, be it full of tensors or kept by a recorded sample for the next.
-    """
-
-    seconds: list[float]
-    peak_bytes: int | None
-
-    @property
-    def median(self) -> float:
-        """The middle of the seconds."""
-        return statistics.median(self.seconds)
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready description."""
-        return {"seconds": self.median, "repeats": self.seconds, "peak_bytes": self.peak_bytes}
 
 
 @dataclass(frozen=True)
@@ -95,39 +73,6 @@ def quick_shape(shape: str, job: str) -> str:
 
 def _sparse(shape: str) -> bool:
     return "num_experts" in shape_settings(shape)[1]
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for what was launched."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def measure(work: Callable[[], object], device: torch.device, repeats: int, warmup: int = 2) -> Timed:
-    """Time some work, each repeat by itself, after it has run a few times."""
-    for _ in range(warmup):
-        work()
-    synchronize(device)
-    gc.collect()  # models hold themselves in cycles; what an earlier one left must not count
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        work()
-        synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
-    return Timed(seconds, peak)
-
-
-def as_graph(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The same work recorded once, so that many small launches are timed by what the GPU takes for them."""
-    if device.type != "cuda":
-        return work
-    graph, _ = captured(work, device)
-    return graph.replay
 
 
 def random_packed(rows: int, cols: int, bits: int, group: int, device: torch.device) -> PackedWeight:
@@ -218,27 +163,22 @@ def stored_shapes(linears: Sequence[LinearInfo]) -> dict[str, tuple[int, int]]:
     return found
 
 
+def sampled_gates(case: Case, samples: int) -> list[Tensor]:
+    """Gates (N, K) of feasible random samples."""
+    found = (solve_mckp(values, case.problem).allocation for values in sampled_values(case, samples))
+    return [one_hot(np.asarray(choices), case.problem.num_options) for choices in found]
+
+
 @contextmanager
-def floor(loaded: LoadedModel, data: CalibrationSet, checkpointing: bool) -> Iterator[Callable[[], object]]:
-    """A plain forward and backward pass with all weight gradients, each freed as soon as it is there.
+def sample_of(case: Case) -> Iterator[Callable[[], Tensor]]:
+    """One sample of the search, as a search does it: gates in, loss and gate gradients out."""
+    (gates,) = sampled_gates(case, 1)
+    with case.backend.objective(case.data) as objective:
+        yield lambda: objective.enqueue(gates, 0)()[1]
 
-    What any method that differentiates through the model pays at least; the loss is transformers' own.
-    """
-    model: Any = loaded.model
-    tokens = data.tokens[:1].to(loaded.device)
 
-    def drop(parameter: Tensor) -> None:
-        parameter.grad = None
-
-    def work() -> None:
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-
-    with ExitStack() as stack:
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
-            stack.callback(parameter.requires_grad_, False)
-            stack.callback(parameter.register_post_accumulate_grad_hook(drop).remove)
-        if checkpointing:
-            blocks = [block for _, block in loaded.layout.blocks(model)]
-            stack.enter_context(checkpointed_blocks(blocks))
-        yield work
+def sampled_values(case: Case, samples: int) -> np.ndarray:
+    """Gumbel noise (samples, N, K), the values of random knapsacks; minus infinity for options not allowed."""
+    shape = (case.problem.num_groups, case.problem.num_options)
+    draws = [gumbel_noise(shape, seed=0, step=0, sample=j) for j in range(samples)]
+    return (torch.stack(draws) + case.problem.log_allowed).numpy()

@@ -7,14 +7,13 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from knapsack_methods import RECORD_EVERY, SWEEPS, repaired_value, run_method, start_logits
+from knapsack_scenarios import SCENARIOS, make_instance, stack
 
 from rco.core.knapsack import solve_mckp
 from rco.core.manifold import BudgetManifold
 from rco.core.optimizer import RiemannianAdam
 from rco.core.problem import AllocationProblem
-from rco.studies.knapsack_kernels import repaired_value
-from rco.studies.knapsack_methods import RECORD_EVERY, SWEEPS, run_method, start_logits
-from rco.studies.knapsack_scenarios import SCENARIOS, make_instance, stack
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

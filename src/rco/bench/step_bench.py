@@ -1,21 +1,20 @@
-"""How long a sample of the search takes beside the floor, and where the time goes."""
+"""Time and memory of a sample of the search beside a plain forward and backward pass, and of its parts."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rco.bench.timing import as_graph, floor, measure
 from rco.compression.candidates import candidate_name
 from rco.compression.memory import search_memory
-from rco.core.evaluation import one_hot
-from rco.core.knapsack import solve_choices, solve_mckp
-from rco.core.relaxation import gumbel_noise
+from rco.core.knapsack import solve_choices
 from rco.core.result import StepRecord
 from rco.core.search import RCO
 from rco.formats.packing import PackedWeight, inner_products
@@ -23,10 +22,23 @@ from rco.formats.switchable import WeightBuffer
 from rco.losses import chunked_kl
 from rco.models.loading import pick_device
 from rco.models.shapes import random_model
+from rco.plotting import save_figures
 from rco.runs import environment, free_memory
-from rco.studies.step_cases import Case, Job, as_graph, floor, job_of, make_case, measure, random_tokens
+from rco.testing.search_cases import (
+    Case,
+    Job,
+    job_of,
+    make_case,
+    random_tokens,
+    sample_of,
+    sampled_values,
+)
 
-__all__ = ["expected_bytes", "run", "run_memory", "sample_of", "sampled_gates", "to_markdown"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["expected_bytes", "run", "run_memory", "to_markdown", "write_figure", "write_memory_figure"]
 
 OnProgress = Callable[[int, int], None]
 _GIB = 2**30
@@ -104,20 +116,6 @@ def run(
     return report
 
 
-def sampled_gates(case: Case, samples: int) -> list[Tensor]:
-    """Gates (N, K) of feasible random samples."""
-    found = (solve_mckp(values, case.problem).allocation for values in _noise(case, samples))
-    return [one_hot(np.asarray(choices), case.problem.num_options) for choices in found]
-
-
-@contextmanager
-def sample_of(case: Case) -> Iterator[Callable[[], Tensor]]:
-    """One sample of the search, as a search does it: gates in, loss and gate gradients out."""
-    (gates,) = sampled_gates(case, 1)
-    with case.backend.objective(case.data) as objective:
-        yield lambda: objective.enqueue(gates, 0)()[1]
-
-
 def whole_steps(case: Case, samples: int, steps: int) -> dict[str, Any]:
     """Seconds of whole steps of RCO, sampling, knapsacks and the optimizer included."""
     seconds, redone = [0.0], [0]
@@ -138,12 +136,6 @@ def whole_steps(case: Case, samples: int, steps: int) -> dict[str, Any]:
     }
 
 
-def _noise(case: Case, samples: int) -> np.ndarray:
-    shape = (case.problem.num_groups, case.problem.num_options)
-    draws = [gumbel_noise(shape, seed=0, step=0, sample=j) for j in range(samples)]
-    return (torch.stack(draws) + case.problem.log_allowed).numpy()
-
-
 def expected_bytes(case: Case, length: int, checkpointing: bool, offload: bool) -> int:
     """Memory that a search on a case is expected to take on its device."""
     return search_memory(
@@ -162,7 +154,7 @@ def expected_bytes(case: Case, length: int, checkpointing: bool, offload: bool) 
 def breakdown(case: Case, samples: int, seconds: float) -> dict[str, Any]:
     """Seconds per sample of each part, measured by itself; ``rest`` is what is left of the sample."""
     place = case.loaded.device
-    values = _noise(case, samples)
+    values = sampled_values(case, samples)
     parts = {"knapsack": measure(lambda: solve_choices(values, case.problem), place, 5).median / samples}
     kernels: dict[str, Any] = {}
     if not case.backend.plan.removes_only:
@@ -402,3 +394,67 @@ def to_markdown(report: dict[str, Any]) -> str:
             f"50 steps would take {steps['fifty_steps_seconds'] / 60:.2f} minutes.",
         ]
     return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------- figures
+
+_COLOURS = {
+    "knapsack": "#c44536",
+    "dequantise": "#197278",
+    "inner products": "#283d3b",
+    "KL": "#772e25",
+    "rest": "#b8c4cc",
+}
+
+
+def write_figure(report: dict[str, Any], path: Path) -> bool:
+    """Draw a step report; False where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 2.2), layout="constrained")
+    axes = figure.subplots()
+    left = 0.0
+    for name, seconds in report["breakdown"]["seconds"].items():
+        width = 1e3 * max(seconds, 0.0)
+        axes.barh(["sample"], [width], left=[left], color=_COLOURS.get(name, "#888888"), label=name)
+        left += width
+    axes.barh(["floor"], [1e3 * report["plain"]["floor"]["seconds"]], color="#dddddd")
+    axes.set_xlabel("milliseconds")
+    axes.set_title(
+        f"{report['shape']}, {report['tokens']} tokens: {report['plain']['ratio']:.2f} x the floor"
+    )
+    axes.legend(ncols=5, fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.35))
+    _save(figure, axes, path)
+    return True
+
+
+def write_memory_figure(report: dict[str, Any], path: Path) -> bool:
+    """Draw a memory report; False where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    modes = report["modes"]
+    figure = Figure(figsize=(7, 0.8 + 0.6 * len(modes)), layout="constrained")
+    axes = figure.subplots()
+    bars = [("expected_bytes", "expected", -0.2, "#b8c4cc"), ("peak_bytes", "measured", 0.2, "#197278")]
+    for key, label, shift, colour in bars:
+        found = [(place + shift, row[key] / 2**30) for place, row in enumerate(modes) if row[key] is not None]
+        if found:  # peaks are not measured on a CPU
+            places, sizes = zip(*found, strict=True)
+            axes.barh(places, sizes, height=0.4, color=colour, label=label)
+    names = [f"{row['memory']}{', checkpointing' if row['checkpointing'] else ''}" for row in modes]
+    axes.set_yticks(range(len(modes)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB")
+    axes.set_title(f"{report['shape']}, {report['tokens']} tokens: memory of a sample")
+    axes.legend(fontsize=7, frameon=False)
+    _save(figure, axes, path)
+    return True
+
+
+def _save(figure: Figure, axes: Axes, path: Path) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    save_figures(path.parent, {path.stem: figure}, [path.suffix[1:]])

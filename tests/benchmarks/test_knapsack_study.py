@@ -1,4 +1,4 @@
-"""The study end to end, small: records, report, figures, and the comparison with the paper."""
+"""The knapsack study end to end, small: records, report, figures, and the paper's numbers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from rco.studies.knapsack_methods import METHODS
-from rco.studies.knapsack_paper import compare_with_paper
-from rco.studies.knapsack_report import study_markdown, write_study
-from rco.studies.knapsack_study import run_study
-from rco.studies.multi_budget import run_multi_budget
-from rco.studies.retraction_bench import run_retraction_bench
+from knapsack_methods import METHODS
+from knapsack_study import PAPER_GAPS, PAPER_STEPS, paper_tables, run_study, study_markdown, write_study
+from multi_budget import run_multi_budget
+from retraction import run_retraction
 
 NAMES = ["medium", "cheap optimal"]
 
@@ -32,7 +29,7 @@ def multi() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def retraction() -> dict[str, Any]:
-    return run_retraction_bench(["medium", "adversarial"], steps=60)
+    return run_retraction(["medium", "adversarial"], steps=60)
 
 
 def test_the_record_holds_what_was_measured(study: dict[str, Any]) -> None:
@@ -108,17 +105,41 @@ def test_everything_is_written(
         assert "<svg" in (tmp_path / f"knapsack_{name}.svg").read_text()[:1000]
 
 
-def test_the_comparison_says_plainly_what_differs(study: dict[str, Any]) -> None:
-    lines = compare_with_paper(study)
-    text = "\n".join(lines)
-    assert text.count("**Same.**") + text.count("**Different.**") == len(lines)
-    worse = copy.deepcopy(study)
-    worse["scenarios"]["medium"]["methods"]["manifold"]["violation_max"] = 1e-3
-    worse["scenarios"]["cheap optimal"]["methods"]["manifold_slack"]["gap_mean"] = 3.0
-    changed = compare_with_paper(worse)
-    assert changed[0].startswith("**Different.** The manifold holds the budget: |C - B| is at most 1.0e-03")
-    assert any(line.startswith("**Different.** *cheap optimal*: the equality") for line in changed)
-    assert "1.0e-03" in study_markdown(worse)
+def rows(text: str, heading: str) -> list[list[str]]:
+    """Cells of the table with that heading."""
+    lines = text[text.index(heading) :].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_measured_numbers_stand_beside_the_papers(
+    study: dict[str, Any], multi: dict[str, Any], retraction: dict[str, Any]
+) -> None:
+    study = copy.deepcopy(study)
+    cheap = study["scenarios"]["cheap optimal"]["methods"]
+    cheap["manifold_slack"].update(gap_mean=3.0, violation_mean=1e-3, steps_within_mean=88.0)
+    study["scenarios"]["medium"]["methods"]["manifold"]["violation_max"] = 2e-3
+    text = paper_tables(study, multi, retraction)
+    gaps = {row[1]: row for row in rows(text, "| Scenario | Method | gap")}
+    assert list(gaps) == [METHODS[method] for method in PAPER_GAPS["cheap optimal"]]  # `medium` is not listed
+    assert gaps["Manifold, slack"] == [
+        "cheap optimal",
+        "Manifold, slack",
+        "3.000",
+        "0.01",
+        "1.0e-03",
+        "< 1e-08",
+    ]
+    steps = {row[1]: row[2:] for row in rows(text, "| Scenario | Method | steps")}
+    assert list(steps) == [METHODS[method] for method in PAPER_STEPS["cheap optimal"]]
+    assert steps["Manifold, slack"] == ["88", "562"]
+    assert steps["Lagrangian"] == ["never", "never"]
+    others = rows(text, "| | here | paper |")
+    assert others[0][1:] == ["2.0e-03", "< 1e-8"]
+    largest = max(s["bisection"]["max"] for s in retraction["scenarios"].values())
+    assert others[1][1].endswith(f"({largest})")
+    assert others[3][1] == f"{multi['methods']['manifold']['violation_max']:.1e}"
+    assert text in study_markdown(study, multi, retraction)
+    assert len(rows(paper_tables(study), "| | here | paper |")) == 1
 
 
 def test_no_figures_where_none_are_asked_for(tmp_path: Path, study: dict[str, Any]) -> None:

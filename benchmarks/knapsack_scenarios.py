@@ -16,8 +16,6 @@ import numpy as np
 
 from rco.core.problem import AllocationProblem
 
-__all__ = ["SCENARIOS", "Instance", "Scenario", "make_instance", "stack"]
-
 _Parts = tuple[Any, np.ndarray, float, np.ndarray | None]  # costs, values, budget share of the range, weights
 
 

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from ablation_report import ablation_markdown
 
 from rco.pipeline.compare_tables import summarise
-from rco.studies.ablation_report import ablation_markdown
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 KL = {
     # method: budget -> KL of each seed
     "fisher": {"2.25": [0.25, 0.27], "2.5": [0.16, 0.16]},

@@ -16,7 +16,7 @@ from rco.compression.priors import logits_from_losses
 from rco.compression.second_order import predicted_losses
 from rco.core.problem import AllocationProblem
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 SETTINGS = {"length": 3}
 

@@ -1,15 +1,13 @@
-"""``rco bench ablations`` on a random model of a few thousand weights."""
+"""benchmarks/ablations.py on a random model of a few thousand weights."""
 
 import dataclasses
 import json
 
 import pytest
 import torch
+from ablations import AblationConfig, _Bench, main, plan_ablations, run_ablations
 
-from rco.cli import main
 from rco.core.plain import PlainRCO
-from rco.pipeline.ablations import _Bench, plan_ablations, run_ablations
-from rco.pipeline.configs import AblationConfig
 from rco.testing.tiny_models import save_tiny
 
 
@@ -117,9 +115,7 @@ def _silent():
 
 
 def test_dry_run_counts_runs(small, capsys):
-    code = main(
-        ["bench", "ablations", "--model", small.model, "--group-size", "16", "--widths", "2,3", "--dry-run"]
-    )
+    code = main(["--model", small.model, "--group-size", "16", "--widths", "2,3", "--dry-run"])
     out = capsys.readouterr().out
     assert code == 0
     assert "118 runs for 9 sweeps" in out

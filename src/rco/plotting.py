@@ -1,4 +1,4 @@
-"""What the figures of all studies share: how axes look, and how files are written."""
+"""Matplotlib figures: a common look of axes, and files that are the same for the same figure."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def save_figures(
 
     make_folder(out)
     written = []
-    # Identifiers in an SVG are random and its date is today's unless told otherwise.
-    with matplotlib.rc_context({"svg.hashsalt": "rco"}):
+    # Text stays text, which is smaller; a fixed salt and no date make files reproducible.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "rco"}):
         for name, figure in drawn.items():
             for kind in formats:
                 path = out / f"{name}.{kind}"
                 metadata = {"Date": None} if kind == "svg" else None
                 with atomic_path(path) as temporary:
                     figure.savefig(temporary, format=kind, dpi=dpi, metadata=metadata)
-                figure.set_layout_engine("none")  # laid out once is enough
+                figure.set_layout_engine("none")  # the next format keeps this layout
                 written.append(path)
     return written

@@ -1,4 +1,4 @@
-"""How fast the exact knapsack is, beside HiGHS, on the shapes that compression gives it.
+"""Speed of the exact knapsack beside HiGHS, on the shapes of compression problems.
 
 Every timed solve sees noise it has not seen before, as in a search. Both solvers get the same instances in turn
 within one run; HiGHS (the package ``highspy``) with costs already reduced (minima subtracted, common factors

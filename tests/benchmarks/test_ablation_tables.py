@@ -5,9 +5,8 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
-
-from rco.studies.ablation_report import COLUMNS, ablation_markdown, recommend, summarize, write_ablations
-from rco.studies.ablation_sweeps import SWEEPS, Loop, make_sweeps
+from ablation_report import COLUMNS, ablation_markdown, recommend, summarize, write_ablations
+from ablations import SWEEPS, Loop, make_sweeps
 
 CENTRE = Loop(steps=40, samples=4, lr=0.1, tau=0.1, sequences=96)
 VARIES = {
@@ -135,7 +134,7 @@ def made_record(sweeps, runs):
             "length": 256, "data": "builtin", "device": "cpu",
         },
         "environment": {"cpu": "a processor", "torch": "2", "gpu": []},
-        "command": "rco bench ablations",
+        "command": "python benchmarks/ablations.py",
         "centre": CENTRE.to_dict(),
         "linears": 3,
         "core_minutes": 1.0,

@@ -1,4 +1,4 @@
-"""The ablation study as numbers, Markdown and files: every figure comes from the runs, none is typed."""
+"""Tables, figures and recommendations of the ablation study (ablations.py)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from rco.folders import make_folder, write_text_atomic
-from rco.studies.ablation_figures import draw_ablations
-from rco.studies.ablation_sweeps import Loop, Sweep
+from rco.plotting import figure_class, polish, save_figures
 
-__all__ = [
-    "COLUMNS",
-    "ablation_markdown",
-    "recommend",
-    "recommendation_table",
-    "summarize",
-    "write_ablations",
-]
+if TYPE_CHECKING:
+    from ablations import Loop, Sweep
+    from matplotlib.figure import Figure
 
 # Results measured at every point, and their names in the tables.
 COLUMNS = {
@@ -155,8 +151,8 @@ def ablation_markdown(record: Mapping[str, Any], figures: Sequence[Path] = ()) -
         ]
     parts += [
         "## How it was measured",
-        f"`{record['command']}`: {record['core_minutes']:.0f} minutes of runs, summed over workers and threads, on "
-        f"{machine}, torch {environment.get('torch', '?')}.",
+        f"`{present_command(record)}`: {record['core_minutes']:.0f} minutes of runs, summed over workers and "
+        f"threads, on {machine}, torch {environment.get('torch', '?')}.",
         f"* Model: {settings['model']} at {settings['bits']} bits, {record['linears']} linears, widths "
         f"{settings['widths']}; all runs share one candidate store.\n"
         f"* Text: {settings['sequences']} calibration and {settings['evaluation']} evaluation sequences of "
@@ -183,6 +179,12 @@ def ablation_markdown(record: Mapping[str, Any], figures: Sequence[Path] = ()) -
         if sweep["name"] in by_name:
             parts.append(f"![{sweep['title']}]({by_name[sweep['name']].name})")
     return "\n\n".join(parts) + "\n"
+
+
+def present_command(record: Mapping[str, Any]) -> str:
+    """The command that makes a record today; older records name the verb of ``rco`` that the script was."""
+    command: str = record["command"]
+    return command.replace("rco bench ablations", "python benchmarks/ablations.py")
 
 
 def _ranges(record: Mapping[str, Any]) -> str:
@@ -275,3 +277,54 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:g}"
+
+
+# ----------------------------------------------------------------------- figures
+
+# Okabe and Ito's palette; markers and dashes repeat the difference.
+_STYLE: dict[str, dict[str, Any]] = {
+    "printed": {"color": "#D55E00", "linestyle": ":", "marker": "^"},
+    "spent": {"color": "#E69F00", "linestyle": "--", "marker": "s"},
+    "search": {"color": "#0072B2", "linestyle": "-", "marker": "o"},
+}
+
+
+def draw_ablations(
+    out: Path, record: Mapping[str, Any], columns: Mapping[str, str], formats: Sequence[str] = ("png", "svg")
+) -> list[Path]:
+    """Draw every sweep of a record into ``out``; returns the files written.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    blank = figure_class()
+    drawn = {f"ablation_{sweep['name']}": _draw(blank, sweep, columns) for sweep in record["sweeps"]}
+    return save_figures(out, drawn, formats)
+
+
+def _draw(blank: type[Figure], sweep: Mapping[str, Any], columns: Mapping[str, str]) -> Figure:
+    figure = blank(figsize=(4.6, 3.1), layout="constrained")
+    axis = figure.subplots()
+    places = np.arange(len(sweep["rows"]))
+    for shift, (column, title) in enumerate(columns.items()):
+        means = [row[column]["kl"]["mean"] for row in sweep["rows"]]
+        spread = [row[column]["kl"]["std"] for row in sweep["rows"]]
+        # Side by side, so that error bars do not hide one another.
+        axis.errorbar(
+            places + 0.06 * (shift - 1),
+            means,
+            yerr=spread if any(spread) else None,
+            label=title,
+            capsize=3,
+            linewidth=1.2,
+            markersize=5,
+            **_STYLE[column],
+        )
+    axis.set_xticks(places.tolist(), [row["label"] for row in sweep["rows"]])
+    if max(len(row["label"]) for row in sweep["rows"]) > 6:
+        axis.tick_params(axis="x", rotation=20)
+    axis.set_xlabel(sweep["varies"], fontsize=8)
+    axis.set_ylabel("KL to the full model", fontsize=8)
+    polish(axis, sweep["title"])
+    axis.legend(fontsize=7, frameon=False)
+    return figure
