@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rco.folders import make_folder, write_text_atomic
+from rco.atomic_files import make_folder, write_text_atomic
 from rco.plotting import figure_class, polish, save_figures
 
 if TYPE_CHECKING:

@@ -30,6 +30,7 @@ from ablation_report import ablation_markdown, recommend, summarize, write_ablat
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rco.atomic_files import make_folder, write_tensors_atomic
 from rco.cli import run_command
 from rco.cli.jobs import interruptible
 from rco.cli.options import Switches, command_from_config
@@ -43,7 +44,6 @@ from rco.core.refine import layer_order, spend, uniform_allocation
 from rco.core.result import SearchResult
 from rco.core.search import MOST_CANDIDATES, RCO
 from rco.data.calibration import build_splits
-from rco.folders import make_folder, write_tensors_atomic
 from rco.pipeline.configs import TAU, Compute, QuantizeConfig
 from rco.pipeline.estimate import forward_seconds
 from rco.pipeline.jobs import run_jobs

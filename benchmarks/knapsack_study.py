@@ -28,8 +28,8 @@ from multi_budget import multi_budget_table, run_multi_budget
 from parts import start_worker
 from retraction import retraction_table, run_retraction
 
+from rco.atomic_files import make_folder, write_text_atomic
 from rco.core.knapsack import Solution, solve_mckp
-from rco.folders import make_folder, write_text_atomic
 from rco.plotting import figure_class, polish, save_figures
 from rco.runs import environment
 

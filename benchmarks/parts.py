@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from rco.folders import make_folder, write_json_atomic, write_text_atomic
+from rco.atomic_files import make_folder, write_json_atomic, write_text_atomic
 
 
 def start_worker(threads):

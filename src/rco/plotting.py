@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rco.folders import atomic_path, make_folder
+from rco.atomic_files import atomic_path, make_folder
 from rco.requirements import require
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def _write(report: dict[str, object], markdown: str, out: Path | None, name: str, as_json: bool) -> None:
-    from rco.folders import make_folder, write_json_atomic, write_text_atomic
+    from rco.atomic_files import make_folder, write_json_atomic, write_text_atomic
 
     if out is not None:
         make_folder(out)

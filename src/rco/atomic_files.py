@@ -1,4 +1,4 @@
-"""What every folder that the package writes has in common: whole files, one writer, and honest comparisons."""
+"""Files of runs and stores: atomic writes, JSON and its differences, and locks of folders."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None  # type: ignore[assignment]
+from filelock import FileLock, Timeout
 
 __all__ = [
     "FolderLock",
@@ -39,9 +36,12 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+# Errors of file systems that have no locks, such as some network disks.
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
+
 
 class WriteError(OSError):
-    """A file could not be written; nothing half-written is left, and the message says what to do."""
+    """A file could not be written; the old one is unchanged."""
 
     def __str__(self) -> str:
         return str(self.strerror or self.args[0])
@@ -52,23 +52,16 @@ class LockedError(RuntimeError):
 
 
 def write_error(path: Path, error: OSError) -> WriteError:
-    """The same failure, naming the file and the way out."""
+    """A failed write with the path in its message."""
     reason = error.strerror or str(error)
-    remedy = {
-        errno.ENOSPC: "free some space there, or choose a folder on another disk",
-        errno.EDQUOT: "free some of your quota, or choose a folder on another disk",
-        errno.EFBIG: "raise the limit on file sizes (ulimit -f), or choose another folder",
-        errno.EROFS: "choose a folder that is not on a read-only disk",
-        errno.EACCES: "choose a folder that you may write to",
-        errno.EPERM: "choose a folder that you may write to",
-        errno.ENOTDIR: "choose a path whose parents are folders",
-        errno.EEXIST: "choose a path that is not a file",
-    }.get(error.errno or 0, "check the disk and the folder's permissions, or choose another folder")
-    return WriteError(error.errno, f"Could not write {path}: {reason}. To go on, {remedy}.")
+    return WriteError(
+        error.errno,
+        f"Could not write {path}: {reason}. Choose a folder that you may write to, on a disk with enough space.",
+    )
 
 
 def disk_failure(error: Exception) -> OSError | None:
-    """The failure of a disk that an exception is about, if it is about one.
+    """The operating system's error behind an exception, or None.
 
     Libraries written in Rust (safetensors, tokenizers) raise exceptions of their own and report the operating
     system's error in words.
@@ -92,8 +85,8 @@ def make_folder(folder: Path) -> Path:
 def atomic_path(path: Path, *, shared: bool = False) -> Iterator[Path]:
     """A temporary name beside ``path`` to write to; it takes the final name only once it is complete.
 
-    The temporary name is fixed, so that what a killed process leaves behind is overwritten, not piled up. Where
-    several processes may write the same content at the same time (``shared``), each has a name of its own.
+    The temporary name is fixed, so that leftovers of a killed process are overwritten. With ``shared``, for
+    processes that write the same content at the same time, it contains the process id.
     """
     temporary = path.with_name(f".{path.name}.{f'{os.getpid()}.' if shared else ''}partial")
     try:
@@ -136,7 +129,7 @@ def write_tensors_atomic(
         mode = temporary.stat().st_mode
         try:
             save_file(dict(tensors), temporary, metadata=dict(metadata) if metadata else None)
-            # Safetensors lets nobody else read its files, whatever the user's mask says.
+            # Safetensors makes its files private, regardless of the user's mask.
             temporary.chmod(mode)
         except SafetensorError as error:
             failure = disk_failure(error)
@@ -156,7 +149,7 @@ def read_json(path: Path) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """The value as it will be read back: tuples are lists, paths are strings, keys are strings."""
+    """The value as it is read back: tuples are lists, paths are strings, keys are strings."""
     return json.loads(json.dumps(value, default=_encode))
 
 
@@ -185,60 +178,59 @@ def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
 
 
 class FolderLock:
-    """At most one writer per folder.
+    """At most one writer per folder, by a lock of the operating system on the file ``.lock``.
 
-    The operating system drops the lock when its process ends, however it ends, so that a lock never outlives a
-    crash. The file holds the writer's process id for the message that others get, and stays when unlocked.
+    The system drops the lock when its process ends, even by a kill. While the lock is held, ``.lock.holder`` has
+    the process and the host for the message of :class:`LockedError`.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / ".lock"
-        self._file: Any = None
-
-    @property
-    def held(self) -> bool:
-        """Whether this object holds the lock."""
-        return self._file is not None
+        self.held = False
+        self._holder = folder / ".lock.holder"
+        self._lock = FileLock(self.path, timeout=0, thread_local=False)
 
     def acquire(self) -> None:
-        """Take the lock, or raise :class:`LockedError` naming who holds it."""
+        """Take the lock; nothing to do if this object holds it.
+
+        Raises:
+            LockedError: Another writer has it; the message names the process.
+            WriteError: The folder cannot be written to.
+        """
         if self.held:
             return
-        if fcntl is None:
-            logger.warning(
-                "No file locks on this system: make sure that only one process writes to %s.",
-                self.path.parent,
-            )
-            return
         try:
-            file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as the lock is held)
-        except OSError as error:
-            raise write_error(self.path, error) from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            file.close()
+            self._lock.acquire()
+        except Timeout as error:
             raise LockedError(
-                f"{self.path.parent} is in use by process {holder}. Wait until it ends, or choose another folder."
+                f"{self.path.parent} is in use by process {self._read_holder()}. Wait until it ends, or choose "
+                "another folder."
             ) from error
-        except OSError as error:  # some network disks know no locks
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+                raise write_error(self.path, error) from error
             logger.warning(
                 "%s cannot be locked (%s): make sure that only one process writes there.", self.path, error
             )
-        file.truncate(0)
-        file.write(f"{os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        self._file = file
+        self.held = True
+        try:
+            write_text_atomic(self._holder, f"{os.getpid()} on {socket.gethostname()}")
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
-        """Give the lock back; harmless if it is not held."""
-        if self._file is not None:
-            self._file.truncate(0)
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # closing would not do if a forked child has the file too
-            self._file.close()
-            self._file = None
+        """Give the lock back; nothing to do if it is not held."""
+        if self.held:
+            self._holder.unlink(missing_ok=True)
+            self._lock.release()
+            self.held = False
+
+    def _read_holder(self) -> str:
+        try:
+            return self._holder.read_text(encoding="utf-8")
+        except OSError:  # the holder has just taken the lock, or just given it back
+            return "unknown"
 
     def __enter__(self) -> FolderLock:
         self.acquire()
