@@ -32,8 +32,8 @@ from torch import Tensor
 
 from rco.atomic_files import make_folder, write_tensors_atomic
 from rco.cli import run_command
-from rco.cli.jobs import interruptible
-from rco.cli.options import Switches, command_from_config
+from rco.cli.config_options import Switches, command_from_config
+from rco.cli.run_job import interruptible
 from rco.compression.budget import Budget
 from rco.compression.compression import Compression
 from rco.compression.second_order import predicted_losses

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rco.compression.recording import captured
 from rco.data.calibration import CalibrationSet
-from rco.models.gating import checkpointed_blocks
 from rco.models.loading import LoadedModel
+from rco.models.switchable_model import checkpointed_blocks
 
 __all__ = ["Timed", "as_graph", "floor", "measure"]
 

@@ -50,7 +50,6 @@ from rco.formats.expert_scores import ExpertScores, ScoreName
 from rco.formats.packing import PackedWeight
 from rco.formats.streaming import OptionStream, pinned_together
 from rco.losses import Head
-from rco.models.gating import checkpointed_blocks, parked
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.fisher import expert_sensitivity
@@ -60,6 +59,7 @@ from rco.models.moe.linears import ExpertLinear, model_linears, stacked_paramete
 from rco.models.moe.prune import split_keep
 from rco.models.moe.scores import collect_expert_scores
 from rco.models.precision import computing_in, default_compute_dtype
+from rco.models.switchable_model import checkpointed_blocks, parked
 from rco.store import CandidateStore, StoreMismatchError
 
 __all__ = ["SCORES", "Compression", "PriorScale", "Residency", "Start"]

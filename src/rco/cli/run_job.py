@@ -1,4 +1,4 @@
-"""What the verbs that run long jobs share: plan or run, a way back after Ctrl-C, the table at the end."""
+"""Long jobs on the command line: plan or run, the command that continues after Ctrl-C, the table at the end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from rco.cli.config_options import Switches
 from rco.cli.flags import as_flags
-from rco.cli.options import Switches
 
 if TYPE_CHECKING:
     from rco.compressed import CompressedModel

@@ -6,8 +6,8 @@ import json
 
 import typer
 
-from rco.cli.jobs import print_loading
-from rco.cli.options import Switches, command_from_config
+from rco.cli.config_options import Switches, command_from_config
+from rco.cli.run_job import print_loading
 from rco.pipeline.configs import ExportConfig
 
 __all__ = ["export"]

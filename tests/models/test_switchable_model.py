@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from rco.formats.packing import PackedWeight, pack
 from rco.formats.switchable import SwitchableLinear
 from rco.losses import Head, chunked_kl
-from rco.models.gating import checkpointed_blocks, frozen, make_switchable, switchable_model
+from rco.models.switchable_model import checkpointed_blocks, frozen, make_switchable, switchable_model
 
 BITS = (2, 3, 4)
 OPTIONS = len(BITS) + 1  # and the original

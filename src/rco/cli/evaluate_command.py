@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from rco.cli.options import Switches, command_from_config
+from rco.cli.config_options import Switches, command_from_config
 from rco.pipeline.configs import EvaluateConfig
 
 __all__ = ["evaluate"]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from rco.cli.options import taken_device
+from rco.cli.config_options import taken_device
 from rco.settings import DEVICE_HELP
 
 __all__ = ["app"]

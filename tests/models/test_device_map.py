@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rco.distributed import Ranks
-from rco.models.spread import Spread
+from rco.models.device_map import DeviceMap
 from rco.models.zoo import ModelError
 from rco.testing.search_cases import make_case, sample_of
 
@@ -39,18 +39,18 @@ def test_more_ranks_than_gpus_are_refused(eight_gpus):
 
 def test_only_the_gpus_of_the_rank_are_used_and_all_of_the_model_must_fit(eight_gpus, monkeypatch):
     monkeypatch.setattr("rco.requirements.version", lambda package: "1.0")
-    spread = Spread("auto", range(4, 8))
-    assert spread.free_memory() == {4: 1004, 5: 1005, 6: 1006, 7: 1007}
-    spread.check(SimpleNamespace(hf_device_map={"model.layers.0": 4, "lm_head": 7}), "Big")
+    device_map = DeviceMap("auto", range(4, 8))
+    assert device_map.free_memory() == {4: 1004, 5: 1005, 6: 1006, 7: 1007}
+    device_map.check(SimpleNamespace(hf_device_map={"model.layers.0": 4, "lm_head": 7}), "Big")
     with pytest.raises(ModelError, match=r"Big does not fit the GPUs \[4, 5, 6, 7\]: lm_head and 1 more"):
-        spread.check(SimpleNamespace(hf_device_map={"a": 4, "lm_head": "cpu", "b": "disk"}), "Big")
+        device_map.check(SimpleNamespace(hf_device_map={"a": 4, "lm_head": "cpu", "b": "disk"}), "Big")
     with pytest.raises(ModelError, match="this machine has 8"):
-        Spread("auto", range(6, 10))
+        DeviceMap("auto", range(6, 10))
     with pytest.raises(ModelError, match="Unknown device map 'diagonal'"):
-        Spread("diagonal", range(8))
+        DeviceMap("diagonal", range(8))
     monkeypatch.setattr("rco.requirements.version", lambda package: "0.34")
     with pytest.raises(ValueError, match=r"needs accelerate 1.0 or later; installed is 0.34"):
-        Spread("auto", range(4))
+        DeviceMap("auto", range(4))
 
 
 @pytest.mark.parametrize("shape", ["quick", "quick-moe"])

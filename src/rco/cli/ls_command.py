@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rco import tables
+from rco import registry
 from rco.cli.flags import as_flags
 
 __all__ = ["ls"]
@@ -32,14 +32,14 @@ def ls(
     rco ls models --json
     """
     listings = {
-        "methods": lambda: {name: _first_line(target) for name, target in tables.METHODS.items()},
-        "backends": lambda: {name: _first_line(target) for name, target in tables.BACKENDS.items()},
-        "formats": lambda: {name: _first_line(target) for name, target in tables.FORMATS.items()},
+        "methods": lambda: {name: _first_line(target) for name, target in registry.METHODS.items()},
+        "backends": lambda: {name: _first_line(target) for name, target in registry.BACKENDS.items()},
+        "formats": lambda: {name: _first_line(target) for name, target in registry.FORMATS.items()},
         "models": _models,
         "data": _data,
     }
     if kind not in listings:
-        raise typer.BadParameter(str(tables.unknown_name("listing", kind, listings)))
+        raise typer.BadParameter(str(registry.unknown_name("listing", kind, listings)))
     rows = listings[kind]()
     if as_json:
         typer.echo(json.dumps(rows))

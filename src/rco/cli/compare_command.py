@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from rco.cli.jobs import interruptible
-from rco.cli.options import Switches, command_from_config
+from rco.cli.config_options import Switches, command_from_config
+from rco.cli.run_job import interruptible
 from rco.pipeline.configs import ComparePruneConfig, CompareQuantizeConfig
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rco.cli.jobs import print_evaluation, print_loading, report_of, run_job
-from rco.cli.options import Switches, command_from_config
+from rco.cli.config_options import Switches, command_from_config
+from rco.cli.run_job import print_evaluation, print_loading, report_of, run_job
 from rco.pipeline.configs import PruneConfig
 
 if TYPE_CHECKING:

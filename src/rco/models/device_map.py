@@ -12,14 +12,14 @@ from torch import nn
 from rco.models.zoo import ModelError
 from rco.requirements import require
 
-__all__ = ["Spread", "Strategy", "on_one_gpu"]
+__all__ = ["DeviceMap", "Strategy", "on_one_gpu"]
 
 Strategy = Literal["auto", "balanced", "sequential"]
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How a model is divided.
+class DeviceMap:
+    """Division of a model among GPUs.
 
     Args:
         strategy: As in accelerate: ``auto`` and ``balanced`` fill all GPUs alike, ``sequential`` one after another.
