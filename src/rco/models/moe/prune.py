@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rco.models.layout import text_config
 from rco.models.moe.layers import MoELayer, moe_layers, set_num_experts
 from rco.models.remote_code.modeling_pruned_experts import (
     PrunedExpertsMixin,
@@ -97,7 +98,7 @@ def prune_experts(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> Any:
     new, layers = _shared_copy(model)
     for layer, kept in zip(layers, plan.kept, strict=True):
         _take(layer, torch.tensor(kept))
-    text = _text_config(new)
+    text = text_config(new.config)
     set_num_experts(new.config, max(plan.counts))
     _drop_idle_groups(text, layers)
     if plan.stock_obstacle is None:
@@ -137,7 +138,7 @@ def pad_experts(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> Any:
             slot[: len(members)] = members
         _take(layer, slots.reshape(-1))
     set_num_experts(new.config, widest * len(group_sizes[0]))
-    _drop_idle_groups(_text_config(new), layers)
+    _drop_idle_groups(text_config(new.config), layers)
     return new
 
 
@@ -161,7 +162,7 @@ def _forget_earlier_pruning(model: Any, layers: Sequence[MoELayer]) -> None:
     _drop_base(model, PrunedExpertsMixin)
     for layer in layers:
         _drop_base(layer.router, RaggedGroupsMixin)
-    text = _text_config(model)
+    text = text_config(model.config)
     for name in ("num_experts_per_layer", "expert_group_sizes"):
         if hasattr(text, name):
             delattr(text, name)
@@ -203,11 +204,6 @@ def _drop_idle_groups(text: Any, layers: Sequence[MoELayer]) -> None:
     text.n_group = text.topk_group = 1
     for layer in layers:
         layer.router.num_group = layer.router.topk_group = 1  # type: ignore[assignment]
-
-
-def _text_config(model: Any) -> Any:
-    config = model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _short(layer: MoELayer, sizes: Sequence[int]) -> bool:
