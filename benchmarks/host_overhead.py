@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from rco.bench.timing import floor
-from rco.models.moe.probe_buffer import ProbeRoom
+from rco.models.moe.probes import ProbeRoom
 from rco.models.shapes import SHAPES, random_model
 from rco.runs import environment
 from rco.testing.search_cases import make_case, random_tokens, sample_of

@@ -25,9 +25,9 @@ from rco.export.compressed_tensors import check_exportable
 from rco.models.device_map import DeviceMap
 from rco.models.files import read_config
 from rco.models.loading import LoadedModel, load_model, locate_model, refuse_quantized
+from rco.models.moe.expert_removal import keep_plan
 from rco.models.moe.layers import moe_layers
 from rco.models.moe.linears import model_linears, sparse_layers
-from rco.models.moe.prune import keep_plan
 from rco.models.precision import compute_dtype
 from rco.pipeline.checkpoints import check_format, check_recipe
 from rco.pipeline.configs import CompressConfig, PruneConfig, QuantizeConfig

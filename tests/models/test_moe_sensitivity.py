@@ -5,7 +5,7 @@ import torch
 
 from rco.losses import Head
 from rco.models.loading import wrap_model
-from rco.models.moe.fisher import expert_sensitivity
+from rco.models.moe.expert_statistics import expert_sensitivity
 from rco.models.moe.gates import expert_gates
 from rco.testing.tiny_models import TINY_MOE_NAMES, tiny_moe
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rco.formats.expert_scores import ExpertScores, prior_logits
+from rco.models.moe.expert_scores import ExpertScores, prior_logits
 
 
 def batch(seed, tokens=30, experts=6, top_k=2):

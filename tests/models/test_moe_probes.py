@@ -6,7 +6,7 @@ import torch
 
 from rco.models.moe.gates import expert_gates
 from rco.models.moe.layers import moe_layers
-from rco.models.moe.probe_buffer import ProbeRoom
+from rco.models.moe.probes import ProbeRoom
 from rco.testing.tiny_models import TINY_MOE_NAMES, random_keep, tiny_moe, tiny_tokens
 
 
