@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from rco.bench.step_bench import run, run_memory, to_markdown
 from rco.formats.gptq import gptq
 from rco.formats.grid import Grid
 from rco.models.shapes import SHAPES, random_model
 from rco.models.zoo import find_builtin
 from rco.runs import environment
-from rco.studies.step_bench import run, run_memory, to_markdown
 
 WIDTHS = range(2, 9)
 
@@ -77,8 +77,8 @@ def tests(out):
 
 
 def kernels(out):
-    from rco.studies.step_bench import breakdown
-    from rco.studies.step_cases import make_case
+    from rco.bench.step_bench import breakdown
+    from rco.testing.search_cases import make_case
 
     case = make_case("qwen3-8b", torch.device("cuda"), length=2048, layers=8)
     found = breakdown(case, 16, 0.0)

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 
-from rco.models.moe.probe_buffer import ProbeRoom
+from rco.bench.timing import floor
+from rco.models.moe.probes import ProbeRoom
 from rco.models.shapes import SHAPES, random_model
 from rco.runs import environment
-from rco.studies.step_bench import sample_of
-from rco.studies.step_cases import floor, make_case, random_tokens
+from rco.testing.search_cases import make_case, random_tokens, sample_of
 
 CPU = torch.device("cpu")
 TOKENS, REPEATS = 16, 15

@@ -109,7 +109,7 @@ def prior_of(settings, backend, data, problem, seed):
     """RCO's initial logits; the sensitivities behind them are measured once per seed."""
     from safetensors.torch import load_file
 
-    from rco.folders import write_tensors_atomic
+    from rco.atomic_files import write_tensors_atomic
 
     path = Path(settings.work) / f"sensitivities-{seed}-{settings.sensitivity}-{settings.length}.safetensors"
     if not path.exists():

@@ -227,7 +227,7 @@ def _sensitivities(settings, model, seed, backend, calibration):
     """Differences and layer errors, which depend on the groups but not on the budget: measured once."""
     from safetensors.torch import load_file
 
-    from rco.folders import write_tensors_atomic
+    from rco.atomic_files import write_tensors_atomic
 
     groups = [[[member.name for member in group.members], group.widths] for group in backend.plan.groups]
     name = hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:16]

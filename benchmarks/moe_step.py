@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rco.bench.timing import measure
 from rco.compression.objective import Reference
 from rco.losses import Head, chunked_kl
 from rco.models.precision import computing_in
 from rco.pipeline.configs import QuantizeConfig
 from rco.pipeline.planning import build_data, plan_compression
 from rco.runs import environment, write_json_atomic
-from rco.studies.step_cases import measure
 
 RESULTS = Path(__file__).parent / "results"
 

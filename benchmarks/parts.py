@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from rco.folders import write_text_atomic
+from rco.atomic_files import make_folder, write_json_atomic, write_text_atomic
 
 
 def start_worker(threads):
@@ -20,6 +20,15 @@ def start_worker(threads):
     import torch
 
     torch.set_num_threads(threads)
+
+
+def write_report(record, markdown, out, name):
+    """Print a record's table, and write NAME.json and NAME.md into a folder if there is one."""
+    print(markdown)
+    if out is not None:
+        make_folder(out)
+        write_json_atomic(out / f"{name}.json", record)
+        write_text_atomic(out / f"{name}.md", markdown + "\n")
 
 
 def settings_from(cls, arguments):

@@ -11,8 +11,9 @@ import statistics
 import sys
 from pathlib import Path
 
+from ablation_report import present_command, recommendation_table
+
 from rco.pipeline.compare_tables import markdown, summarise
-from rco.studies.ablation_report import recommendation_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -360,7 +361,7 @@ def knapsack_study():
     lines = [
         "## The paper's knapsack study",
         "",
-        "`rco bench knapsack`: per cent below the exact optimum after repair, mean of "
+        "`python benchmarks/knapsack_study.py`: per cent below the exact optimum after repair, mean of "
         f"{data['knapsack']['settings']['instances']} instances.",
         "All thirteen scenarios, budget violations and the comparison with the paper: "
         "[knapsack_study.md](../benchmarks/results/knapsack_study.md).",
@@ -481,8 +482,8 @@ def ablations():
     return [
         "## Settings of the search",
         "",
-        f"{settings['model']} at {settings['bits']} bits, {settings['seeds']} seeds (`{data['command']}`). For "
-        "Algorithm 1 as printed and for the whole search: the best of the values tried, and those whose mean "
+        f"{settings['model']} at {settings['bits']} bits, {settings['seeds']} seeds (`{present_command(data)}`). "
+        "For Algorithm 1 as printed and for the whole search: the best of the values tried, and those whose mean "
         "KL lies "
         "within two standard errors of it. All nine sweeps with plots: [ablations](ablations/ablations.md).",
         "",

@@ -26,7 +26,10 @@ RECIPE = Recipe(
     architecture="qwen3",
     # One folder: parts that sweeps share are run once.
     jobs=tuple(
-        Job(name.partition("=")[0], f"bench ablations --model {{model}} --sweep {name} --seeds 3 {SETTINGS}")
+        Job(
+            name.partition("=")[0],
+            f"benchmarks/ablations.py --model {{model}} --sweep {name} --seeds 3 {SETTINGS}",
+        )
         for name in SWEEPS
     ),
     tiny={"hidden_size": 128, "intermediate_size": 128, "head_dim": 32},

@@ -1,4 +1,4 @@
-"""What the recipes share: a list of ``rco`` commands for one table of the paper, run one after another.
+"""What the recipes share: a list of commands for one table of the paper, run one after another.
 
     python recipes/NAME.py --out runs/NAME              # everything; needs the hardware that the README names
     python recipes/NAME.py --only "2.5 bits"            # the rows whose name contains this
@@ -9,6 +9,7 @@ A command that was stopped goes on where it was when the recipe is run again.
 """
 
 import argparse
+import importlib
 import shlex
 import sys
 import tempfile
@@ -35,7 +36,10 @@ CODING = "humaneval,mbpp"
 
 @dataclass(frozen=True)
 class Job:
-    """One row of the table and the command behind it; ``{model}``, ``{out}`` and ``{device}`` are filled in."""
+    """One row of the table and the command behind it: a verb of ``rco``, or a script of benchmarks/.
+
+    ``{model}``, ``{out}`` and ``{device}`` are filled in.
+    """
 
     row: str
     command: str
@@ -62,8 +66,6 @@ class Recipe:
 
 def run(recipe: Recipe, arguments: list[str] | None = None) -> int:
     """Run a recipe from the command line; returns the exit status."""
-    from rco.cli import main
-
     parser = argparse.ArgumentParser(description=recipe.table)
     parser.add_argument("--model", help=f"Hub id or folder; default {recipe.model}, tiny in a dry run")
     parser.add_argument("--out", type=Path, default=Path("runs") / Path(sys.argv[0]).stem)
@@ -82,11 +84,25 @@ def run(recipe: Recipe, arguments: list[str] | None = None) -> int:
             words = [
                 word.format(model=model, out=options.out, device=device) for word in shlex.split(job.command)
             ]
-            print(f"\n== {job.row}\nrco {shlex.join(words)}", flush=True)
-            status = main([*words, "--dry-run"] if options.dry_run else words)
+            program = "python" if words[0].endswith(".py") else "rco"
+            print(f"\n== {job.row}\n{program} {shlex.join(words)}", flush=True)
+            status = run_words([*words, "--dry-run"] if options.dry_run else words)
             if status:
                 return status
     return 0
+
+
+def run_words(words: list[str]) -> int:
+    """Run a verb of ``rco``, or a script of benchmarks/ by its ``main``; returns the exit status."""
+    if not words[0].endswith(".py"):
+        from rco.cli import main
+
+        return main(words)
+    script = Path(__file__).parent.parent / words[0]
+    if str(script.parent) not in sys.path:
+        sys.path.insert(0, str(script.parent))
+    status: int = importlib.import_module(script.stem).main(words[1:])
+    return status
 
 
 def tiny_model(recipe: Recipe, folder: Path) -> str:

@@ -65,6 +65,14 @@ def test_every_help_ends_with_two_commands_that_parse(name):
         parse(line)
 
 
+def test_scripts_that_documents_name_exist():
+    for path in DOCUMENTS:
+        for script in re.findall(
+            r"\b(?:benchmarks|recipes|examples)/\w+\.py\b", path.read_text(encoding="utf-8")
+        ):
+            assert (ROOT / script).is_file(), f"{path.name}: {script}"
+
+
 def test_a_wrong_flag_would_be_noticed():
     with pytest.raises(Exception, match=r"(?i)no such option"):
         parse("rco quantize tiny-llama --bitss 2.5")

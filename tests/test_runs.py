@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import rco
+from rco.atomic_files import FolderLock, as_json, atomic_path, differences, write_tensors_atomic
 from rco.core.problem import Allocation, AllocationProblem
 from rco.core.result import SearchResult, StepRecord
-from rco.folders import FolderLock, as_json, atomic_path, differences, write_tensors_atomic
 from rco.runs import LockedError, RunDirectory, RunError, WriteError, environment, write_json_atomic
 
 CONFIG = {"model": "tiny", "search": {"steps": 5, "tau": (1.0, 0.01)}, "out": Path("x")}
@@ -164,9 +164,9 @@ def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("rco.folders.os.fsync", full)
+        patch.setattr("rco.atomic_files.os.fsync", full)
         with pytest.raises(
-            WriteError, match=r"Could not write .*a.json: No space left.*free some space"
+            WriteError, match=r"Could not write .*a.json: No space left.*enough space"
         ) as caught:
             write_json_atomic(path, {"new": 2})
     assert caught.value.errno == errno.ENOSPC
@@ -233,7 +233,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
     code = f"""
         import time
         from pathlib import Path
-        from rco.folders import FolderLock
+        from rco.atomic_files import FolderLock
         lock = FolderLock(Path({str(tmp_path / "run")!r}))
         lock.acquire()
         print("locked", flush=True)
@@ -279,6 +279,38 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path):
     finally:
         child.kill()
         child.wait()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_is_a_warning(tmp_path, monkeypatch, caplog, number):
+    def unsupported(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    with FolderLock(tmp_path) as lock:
+        assert lock.held
+        assert f"cannot be locked ([Errno {number}]" in caplog.text
+        assert "only one process writes there" in caplog.text
+    assert not lock.held
+    assert {path.name for path in tmp_path.iterdir()} <= {".lock"}
+
+
+def test_a_folder_that_cannot_be_locked_for_another_reason_is_an_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(WriteError, match=r"Could not write .*file/.lock: .*Choose a folder"):
+        FolderLock(tmp_path / "file").acquire()
+
+
+def test_a_lock_whose_holder_cannot_be_noted_is_given_back(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rco.atomic_files.os.fsync", full)
+        with pytest.raises(WriteError, match=r"lock.holder: No space left"):
+            FolderLock(tmp_path).acquire()
+    with FolderLock(tmp_path) as lock:
+        assert lock.held
 
 
 def test_environment_names_what_a_measurement_depends_on():

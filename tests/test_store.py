@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rco import store as store_module
-from rco.folders import LockedError, WriteError
+from rco.atomic_files import LockedError, WriteError
 from rco.formats.packing import PackedWeight, pack
 from rco.store import CandidateStore, StoreCorruptError, StoreError, StoreMismatchError
 
@@ -69,7 +69,8 @@ def same(a, b):
 
 
 def files(folder):
-    return sorted(path.name for path in folder.iterdir())
+    """Names of all files; the holder of the lock is named as long as a store is open for writing."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock.holder")
 
 
 def test_what_goes_in_comes_out(tmp_path):
@@ -242,7 +243,7 @@ def test_a_full_disk_is_said_clearly_and_loses_nothing(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(store_module.shutil, "disk_usage", lambda _: Full)
         with pytest.raises(
-            WriteError, match=r"block_0001.*bytes are needed, 10 are free.*another disk"
+            WriteError, match=r"block_0001.*bytes are needed, 10 are free.*enough space"
         ) as caught:
             store.write_block(1, block(1))
         assert caught.value.errno == errno.ENOSPC
@@ -257,7 +258,7 @@ def test_a_failing_write_of_the_file_itself(tmp_path):
     code = f"""
         import os, resource, sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
-        from rco.folders import WriteError
+        from rco.atomic_files import WriteError
         from rco.store import CandidateStore
         from test_store import IDENTITY, packed
         store = CandidateStore.create_or_resume({str(tmp_path)!r}, IDENTITY, 1)
@@ -277,9 +278,9 @@ def test_a_failing_write_of_the_file_itself(tmp_path):
 
 def test_an_unusable_folder_is_said_clearly(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(WriteError, match=r"Could not write .*file.*choose a path"):
+    with pytest.raises(WriteError, match=r"Could not write .*file: File exists.*Choose a folder"):
         CandidateStore.create_or_resume(tmp_path / "file", IDENTITY, 1)
-    with pytest.raises(WriteError, match="choose a path whose parents are folders"):
+    with pytest.raises(WriteError, match=r"Could not write .*store: Not a directory.*Choose a folder"):
         CandidateStore.create_or_resume(tmp_path / "file" / "store", IDENTITY, 1)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time names load 
     from rco.core.result import StepRecord as StepRecord
     from rco.core.search import RCO as RCO
     from rco.core.search import minimize as minimize
-    from rco.models.load import load as load
+    from rco.models.loading import load as load
 
 # Names load on first use, so that `import rco` is quick and touches no device.
 _EXPORTS = {
@@ -43,7 +43,7 @@ _EXPORTS = {
     "Solution": "rco.core.knapsack",
     "StepRecord": "rco.core.result",
     "evaluate": "rco.api",
-    "load": "rco.models.load",
+    "load": "rco.models.loading",
     "minimize": "rco.core.search",
     "prune": "rco.api",
     "quantize": "rco.api",

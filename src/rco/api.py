@@ -23,8 +23,7 @@ from torch import nn
 
 from rco.compressed import CompressedModel
 from rco.data.documents import Data, Texts
-from rco.models.load import checkpoint_of, load
-from rco.models.loading import LoadedModel, refuse_quantized, wrap_model
+from rco.models.loading import LoadedModel, checkpoint_of, load, refuse_quantized, wrap_model
 from rco.models.zoo import ModelError
 from rco.pipeline.compress import compress as run_job
 from rco.pipeline.configs import (

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import nn
 
+from rco.atomic_files import write_json_atomic
 from rco.compression.deployment import decode_into
 from rco.compression.engines import find_engine
 from rco.core.problem import Allocation
 from rco.core.result import SearchResult
-from rco.folders import write_json_atomic
 from rco.formats.packing import PackedWeight
 from rco.models.loading import LoadedModel
 from rco.pipeline.checkpoints import export_checkpoint, make_exporter

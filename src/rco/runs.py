@@ -23,9 +23,7 @@ from typing import Any
 import torch
 
 import rco
-from rco.core.problem import AllocationProblem
-from rco.core.result import SearchResult, StepRecord
-from rco.folders import (
+from rco.atomic_files import (
     FolderLock,
     LockedError,
     WriteError,
@@ -37,6 +35,8 @@ from rco.folders import (
     write_error,
     write_json_atomic,
 )
+from rco.core.problem import AllocationProblem
+from rco.core.result import SearchResult, StepRecord
 
 __all__ = [
     "LockedError",

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rco.folders import (
+from rco.atomic_files import (
     FolderLock,
     as_json,
     differences,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from rco import tables
+from rco import registry
 from rco.testing import QuadraticObjective
 
 QUICK = {"steps": 6, "samples": 3, "refine": 2, "generations": 4, "offspring": 6, "initial": 4, "orders": 4}
@@ -15,11 +15,11 @@ SMALL_STAGES = {"survivors": (3, 1), "batches_per_stage": (1, 3)}
 
 
 def methods():
-    return sorted(tables.METHODS)
+    return sorted(registry.METHODS)
 
 
 def make(name, **settings):
-    searcher = tables.load(tables.METHODS, name, "method")
+    searcher = registry.load(registry.METHODS, name, "method")
     known = {field.name for field in dataclasses.fields(searcher) if field.init}
     quick = {k: v for k, v in {**QUICK, **SMALL_STAGES}.items() if k in known}
     return searcher(**{**quick, **settings})

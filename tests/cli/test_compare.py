@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from rco import tables
+from rco import registry
 from rco.pipeline import compare
 from rco.pipeline.compare import fitting_workers
 from rco.pipeline.configs import CompareQuantizeConfig
@@ -220,7 +220,7 @@ def test_labels_say_who_has_the_prior():
         made = Entrant.parse(label).make(500, None, 4, colder)
         assert (made.tau, made.antithetic, made.samples) == ((1.0, 0.05), True, 4)
     free = Entrant.parse("evopress").make(None, None, 1, config)
-    assert free == tables.load(tables.METHODS, "evopress", "method")(seed=1)
+    assert free == registry.load(registry.METHODS, "evopress", "method")(seed=1)
     few = Entrant.parse("evoesap").make(500, None, 1, dataclasses.replace(config, generations=10))
     assert few.generations == 10
     with pytest.raises(ValueError, match="weight-error or prior, got 'reap'"):

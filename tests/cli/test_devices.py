@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from ablations import AblationConfig
 
 from rco.cli.app import app
 from rco.distributed import Ranks
 from rco.pipeline.configs import (
-    AblationConfig,
     ComparePruneConfig,
     CompareQuantizeConfig,
     EvaluateConfig,

@@ -266,7 +266,7 @@ def test_folders_that_cannot_be_written(run, tmp_path, command, option):
     code, _, err = run(*command, option, tmp_path / "file" / "folder", *others[option])
     assert code == 1
     assert "Could not write" in err
-    assert "choose a path whose parents are folders" in err
+    assert "Not a directory. Choose a folder that you may write to" in err
 
 
 @pytest.mark.parametrize(

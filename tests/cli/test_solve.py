@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rco.cli.solve import solve
+from rco.cli.solve_command import solve
 
 _PROBLEM = {
     "option_costs": [2, 3, 4],

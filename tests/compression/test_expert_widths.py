@@ -23,7 +23,7 @@ from rco.export.compressed_tensors import quantization_config
 from rco.formats.gptq import gptq
 from rco.formats.grid import Grid
 from rco.models.loading import load_model, wrap_model
-from rco.models.moe.hessians import ExpertHessians
+from rco.models.moe.expert_statistics import ExpertHessians
 from rco.models.moe.layers import moe_layers
 from rco.models.moe.linears import ExpertLinear, expert_linears, model_linears
 from rco.models.moe.routing import route

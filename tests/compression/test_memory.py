@@ -21,8 +21,7 @@ from rco.formats.packing import PackedWeight, pack
 from rco.formats.streaming import STREAM_SLOTS, pinned
 from rco.models.moe.linears import model_linears
 from rco.models.shapes import random_model
-from rco.studies.step_bench import sampled_gates
-from rco.studies.step_cases import random_packed, stored_shapes
+from rco.testing.search_cases import random_packed, sampled_gates, stored_shapes
 
 CPU = torch.device("cpu")
 

@@ -128,7 +128,9 @@ def test_gradient_equals_autograd_through_the_mixture(model_type, tmp_path, monk
         # One direction by central differences through the dense mixture of all options.
         direction = torch.randn(gates.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         step = 1e-3  # the models normalise in float32, whatever their type
-    monkeypatch.setattr(SwitchedModel, "set_gates", lambda _, relaxed, *rest, **more: _relax(backend, relaxed))
+    monkeypatch.setattr(
+        SwitchedModel, "set_gates", lambda _, relaxed, *rest, **more: _relax(backend, relaxed)
+    )
     with backend.objective(data) as objective, torch.no_grad():
         ends = [gates.detach() + sign * step * direction for sign in (1.0, -1.0)]
         values = [float(objective.loss(end, 0)) for end in ends]

@@ -21,8 +21,7 @@ from rco.compression.plan import make_plan
 from rco.compression.recording import NumbersOnDevice, Recording
 from rco.formats.packing import PackedWeight
 from rco.formats.switchable import LayerOptions
-from rco.studies.step_bench import sampled_gates
-from rco.studies.step_cases import WIDTHS, make_case, random_packed
+from rco.testing.search_cases import WIDTHS, make_case, random_packed, sampled_gates
 
 CPU = torch.device("cpu")
 KEEP = 1

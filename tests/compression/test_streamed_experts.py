@@ -10,7 +10,7 @@ from rco.compression.recording import Recording
 from rco.formats.streaming import OptionStream, pinned_together
 from rco.formats.switchable import LayerOptions
 from rco.models.moe.linears import stacked_parameters
-from rco.studies.step_bench import sampled_gates
+from rco.testing.search_cases import sampled_gates
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,7 @@ from rco.compression.compression import Compression
 from rco.formats.packing import PackedWeight
 from rco.formats.switchable import LayerOptions
 from rco.models.loading import wrap_model
-from rco.studies.step_bench import sampled_gates
-from rco.studies.step_cases import make_case
+from rco.testing.search_cases import make_case, sampled_gates
 from rco.testing.tiny_models import TINY_MOE_NAMES, tiny_model, tiny_moe
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu sees the same on the real one")
@@ -45,7 +44,9 @@ def moved(case):
     ],
 )
 def test_samples_are_launched_without_waiting(kind, checkpointing, monkeypatch, tmp_path):
-    monkeypatch.setattr("rco.studies.step_cases.WIDTHS", (3, 8))  # every operation of a pretended GPU is slow
+    monkeypatch.setattr(
+        "rco.testing.search_cases.WIDTHS", (3, 8)
+    )  # every operation of a pretended GPU is slow
     case = case_of(kind, tmp_path)
     case.backend.checkpointing = checkpointing
     case.data.mask[:, :3] = False
@@ -93,7 +94,9 @@ def decoder_by_place(options, dtype):
 def check_recording(model, job, monkeypatch, caplog):
     """Samples on a pretended GPU are recorded, and are those of the CPU."""
     loaded = wrap_model(model, name="tiny")
-    monkeypatch.setattr("rco.studies.step_cases.WIDTHS", (3, 8))  # every operation of a pretended GPU is slow
+    monkeypatch.setattr(
+        "rco.testing.search_cases.WIDTHS", (3, 8)
+    )  # every operation of a pretended GPU is slow
     case = make_case("quick-moe", CPU, length=6, group=64, loaded=loaded, job=job)
     requests = [(gates, batch) for batch, gates in enumerate(sampled_gates(case, 2))]
     with case.backend.objective(case.data) as objective:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rco.testing.contracts
-from rco import tables
+from rco import registry
 from rco.testing import QuadraticObjective, check_objective, check_searcher
 
 QUICK = {
@@ -34,10 +34,10 @@ class ObjectiveWithErrors(QuadraticObjective):
         return self.loss(gates, batch) + (0.5 + drawn) * (group + 1) * squared_error
 
 
-@pytest.mark.parametrize("name", sorted(tables.METHODS))
+@pytest.mark.parametrize("name", sorted(registry.METHODS))
 def test_searcher_keeps_the_contract(name, monkeypatch):
     monkeypatch.setattr(rco.testing.contracts, "QuadraticObjective", ObjectiveWithErrors)
-    searcher = tables.load(tables.METHODS, name, "method")
+    searcher = registry.load(registry.METHODS, name, "method")
     settings = {f.name for f in dataclasses.fields(searcher) if f.init}
     check_searcher(searcher(**{k: v for k, v in QUICK.items() if k in settings}))
 
@@ -48,4 +48,4 @@ def test_objective_contract():
 
 def test_unknown_names_suggest_neighbours():
     with pytest.raises(ValueError, match="Did you mean lagrangian"):
-        tables.load(tables.METHODS, "lagrangean", "method")
+        registry.load(registry.METHODS, "lagrangean", "method")

@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 from transformers import AutoConfig
 
-from rco import tables
+from rco import registry
 from rco.compression.accounting import DENSE, Scheme
 from rco.export import ExportError
 from rco.formats.grid import Grid, round_to_nearest
@@ -51,7 +51,7 @@ class Case:
             for info in self.linears
             if not self.schemes[info.name].dense
         }
-        tables.load(tables.EXPORTERS, tool, "format")().export(self.loaded, weights, folder)
+        registry.load(registry.EXPORTERS, tool, "format")().export(self.loaded, weights, folder)
         (file,) = folder.glob("*.json")
         self.content = json.loads(file.read_text())
         # By the tool's names, as they must come out; what is in no search is left alone.
@@ -116,7 +116,7 @@ def test_what_gptqmodel_has_no_place_for_is_refused(architecture, message, tmp_p
     loaded = wrap_model(sized(architecture))
     linears = model_linears(loaded.layout, loaded.model)
     weights = {info.name: round_to_nearest(info.weight, [Grid(4, 16)])[0] for info in linears}
-    exporter = tables.load(tables.EXPORTERS, "gptqmodel", "format")()
+    exporter = registry.load(registry.EXPORTERS, "gptqmodel", "format")()
     with pytest.raises(ExportError, match=message):
         exporter.export(loaded, weights, tmp_path / "out")
     exporter.export(

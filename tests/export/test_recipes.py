@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from rco import tables
+from rco import registry
 from rco.compression.accounting import DENSE, Scheme
 from rco.export import ExportError
 from rco.export.mlx import mlx_paths
@@ -56,7 +56,7 @@ def export(name, loaded, schemes, rtn, out, **keywords):
         for linear, scheme in schemes.items()
         if not scheme.dense
     }
-    return tables.load(tables.EXPORTERS, name, "format")().export(loaded, weights, out, **keywords)
+    return registry.load(registry.EXPORTERS, name, "format")().export(loaded, weights, out, **keywords)
 
 
 def arguments(scheme):
@@ -80,7 +80,7 @@ def test_recipe_folder_is_whole_and_is_not_overwritten_unasked(name, llama, rtn,
 
 @pytest.mark.parametrize("name", [*RECIPES, "llama.cpp"])
 def test_recipe_refuses_nothing_to_do_and_unknown_linears(name, llama, rtn, tmp_path):
-    exporter = tables.load(tables.EXPORTERS, name, "format")()
+    exporter = registry.load(registry.EXPORTERS, name, "format")()
     with pytest.raises(ExportError, match="left alone"):
         exporter.export(llama, {}, tmp_path / "out")
     with pytest.raises(ExportError, match="no linear 'nowhere'"):

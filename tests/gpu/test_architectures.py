@@ -6,8 +6,7 @@ import torch
 from rco.models.layout import ARCHITECTURES
 from rco.models.loading import wrap_model
 from rco.models.moe.grouped import grouped_linear, grouped_outer
-from rco.studies.step_bench import sampled_gates
-from rco.studies.step_cases import make_case
+from rco.testing.search_cases import make_case, sampled_gates
 from rco.testing.tiny_models import _COMMON, _OWN, TINY_MOE_NAMES, tiny_model, tiny_moe
 
 pytestmark = pytest.mark.gpu

@@ -2,9 +2,9 @@ import pytest
 import torch
 import transformers
 
+from rco.models.moe.expert_removal import keep_plan, prune_experts, split_keep
 from rco.models.moe.gates import expert_gates
 from rco.models.moe.layers import MOE_ARCHITECTURES, UnsupportedMoEError, moe_layers, set_num_experts
-from rco.models.moe.prune import keep_plan, prune_experts, split_keep
 from rco.models.moe.routing import route
 from rco.testing.tiny_models import TINY_MOE_NAMES, random_keep, tiny_moe, tiny_tokens
 

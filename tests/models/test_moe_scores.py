@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from rco.models.moe.expert_scores import collect_expert_scores
 from rco.models.moe.layers import moe_layers
-from rco.models.moe.scores import collect_expert_scores
 from rco.testing.tiny_models import TINY_MOE_NAMES, tiny_moe, tiny_tokens
 
 

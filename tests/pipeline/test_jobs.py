@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from napping import Nap, Sleeper
 
-from rco.folders import read_json
+from rco.atomic_files import read_json
 from rco.pipeline.jobs import run_jobs
 
 

@@ -6,11 +6,12 @@ import shlex
 import sys
 from pathlib import Path
 
+import ablations
 import pytest
 import typer
 
 from rco.cli.app import app
-from rco.pipeline.configs import AblationConfig, PruneConfig, QuantizeConfig
+from rco.pipeline.configs import PruneConfig, QuantizeConfig
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "recipe")
@@ -34,13 +35,12 @@ def load(name):
 @pytest.fixture
 def planned(monkeypatch):
     """Counts what really goes through the pipeline's planning."""
-    import rco.pipeline.ablations
     import rco.pipeline.planning
 
     seen = []
     for module, name in (
         (rco.pipeline.planning, "plan_compression"),
-        (rco.pipeline.ablations, "plan_ablations"),
+        (ablations, "plan_ablations"),
     ):
         original = getattr(module, name)
 
@@ -77,24 +77,26 @@ def test_evaluations_measure_what_the_recipe_makes(name):
         words = shlex.split(job.command)
         if words[0] == "evaluate":
             evaluated |= {word for word in words if word.startswith("{out}/")}
-        elif words[0] != "bench":
+        elif words[0] != "benchmarks/ablations.py":
             made.add(words[words.index("--out") + 1])
     assert made == evaluated
 
 
 def configurations(recipe):
     """The configuration behind every command that searches, read as the command line reads it."""
-    root = typer.main.get_command(app)
-    kinds = {"quantize": QuantizeConfig, "prune": PruneConfig, "bench": AblationConfig}
+    verbs = typer.main.get_command(app).commands
+    kinds = {
+        "quantize": (QuantizeConfig, verbs["quantize"]),
+        "prune": (PruneConfig, verbs["prune"]),
+        "benchmarks/ablations.py": (ablations.AblationConfig, typer.main.get_command(ablations.app)),
+    }
     for job in recipe.jobs:
         verb, *words = shlex.split(job.command)
         if verb in kinds:
-            command = root.commands[verb]
-            if verb == "bench":
-                command, words = command.commands[words[0]], words[1:]
+            kind, command = kinds[verb]
             given = command.make_context(verb, words).params
-            known = {field.name for field in dataclasses.fields(kinds[verb])}
-            yield kinds[verb](**{key: value for key, value in given.items() if key in known})
+            known = {field.name for field in dataclasses.fields(kind)}
+            yield kind(**{key: value for key, value in given.items() if key in known})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,7 +104,7 @@ def test_rows_are_the_papers_algorithm_with_its_settings(name):
     """Settings of the paper, or where it is silent those of its published code."""
     recipe = load(name).RECIPE
     for config in configurations(recipe):
-        if isinstance(config, AblationConfig):
+        if isinstance(config, ablations.AblationConfig):
             assert (config.tau, config.printed_prior, config.group_size) == (0.01, "weight-error", 128)
             continue
         searcher = config.searcher

@@ -6,7 +6,7 @@ from rco.compression.compression import Compression
 from rco.compression.plan import make_plan
 from rco.models.moe.linears import model_linears
 from rco.models.shapes import random_model
-from rco.studies.step_cases import Case, random_tokens
+from rco.testing.search_cases import Case, random_tokens
 
 
 def experts_case(

@@ -172,7 +172,7 @@ def fail_at_a_block(folder, rank, blocks):
     from rco.compression.compression import Compression
     from rco.compression.plan import make_plan
     from rco.models.loading import wrap_model
-    from rco.studies.step_cases import random_tokens
+    from rco.testing.search_cases import random_tokens
     from rco.testing.tiny_models import tiny_model
 
     with join(timeout=5.0) as ranks:

@@ -7,18 +7,23 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-__all__ = ["entry_point", "main"]
+__all__ = ["entry_point", "main", "run_command"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 for success, 1 for failure, 2 for wrong usage."""
+    """Run one command of ``rco``; returns the exit status of :func:`run_command`."""
+    return run_command(_command(), argv, "rco")
+
+
+def run_command(command: Any, argv: Sequence[str] | None, name: str) -> int:
+    """Run a click command on its arguments, by default the process's; 0: success, 1: failure, 2: wrong usage."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        _command().main(args=arguments, prog_name="rco")
+        command.main(args=arguments, prog_name=name)
     except SystemExit as request:
         return request.code if isinstance(request.code, int) else int(request.code is not None)
     except (ValueError, OSError, FloatingPointError) as error:
-        # What a user can mend is said in one line; anything else is a defect and keeps its traceback.
+        # Errors that a user can fix are one line; all others are defects and keep their traceback.
         from rco.cli.flags import as_flags
 
         sys.stderr.write(f"Error: {as_flags(str(error))}\n")

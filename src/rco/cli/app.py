@@ -1,4 +1,4 @@
-"""The verbs of the command line, each in a file of its own."""
+"""The commands of ``rco``; each is in a file of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from typing import Annotated
 
 import typer
 
-from rco.cli import bench, compare, evaluate, export, ls, prune, quantize, report, solve
+from rco.cli.bench_command import app as bench_app
+from rco.cli.compare_command import app as compare_app
+from rco.cli.evaluate_command import evaluate
+from rco.cli.export_command import export
+from rco.cli.ls_command import ls
+from rco.cli.prune_command import prune
+from rco.cli.quantize_command import quantize
+from rco.cli.report_command import report
+from rco.cli.solve_command import solve
 
 __all__ = ["app"]
 
@@ -37,12 +45,12 @@ def options(
     """Choose one option per group under an exact budget, and compress language models with it."""
 
 
-app.command()(quantize.quantize)
-app.command()(prune.prune)
-app.command()(evaluate.evaluate)
-app.command()(export.export)
-app.command()(report.report)
-app.command()(solve.solve)
-app.command()(ls.ls)
-app.add_typer(bench.app, name="bench")
-app.add_typer(compare.app, name="compare")
+app.command()(quantize)
+app.command()(prune)
+app.command()(evaluate)
+app.command()(export)
+app.command()(report)
+app.command()(solve)
+app.command()(ls)
+app.add_typer(bench_app, name="bench")
+app.add_typer(compare_app, name="compare")

@@ -27,7 +27,7 @@ from rco.formats.packing import PackedWeight
 from rco.models.capture import BlockInputs, linear_inputs
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
-from rco.models.moe.hessians import ExpertHessians
+from rco.models.moe.expert_statistics import ExpertHessians
 from rco.models.moe.linears import ExpertLinear
 from rco.store import CandidateStore
 

@@ -46,20 +46,19 @@ from rco.compression.switched_model import SwitchedModel, full_head, switched_mo
 from rco.core.problem import Allocation, AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.distributed import Ranks
-from rco.formats.expert_scores import ExpertScores, ScoreName
 from rco.formats.packing import PackedWeight
 from rco.formats.streaming import OptionStream, pinned_together
 from rco.losses import Head
-from rco.models.gating import checkpointed_blocks, parked
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
-from rco.models.moe.fisher import expert_sensitivity
+from rco.models.moe.expert_removal import split_keep
+from rco.models.moe.expert_scores import ExpertScores, ScoreName, collect_expert_scores
+from rco.models.moe.expert_statistics import expert_sensitivity
 from rco.models.moe.gates import GateMode
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import ExpertLinear, model_linears, stacked_parameters
-from rco.models.moe.prune import split_keep
-from rco.models.moe.scores import collect_expert_scores
 from rco.models.precision import computing_in, default_compute_dtype
+from rco.models.switchable_model import checkpointed_blocks, parked
 from rco.store import CandidateStore, StoreMismatchError
 
 __all__ = ["SCORES", "Compression", "PriorScale", "Residency", "Start"]

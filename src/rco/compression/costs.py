@@ -30,9 +30,9 @@ from rco.compression.plan import PRUNED, CompressionPlan, Group
 from rco.data.calibration import CalibrationSet
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
+from rco.models.moe.expert_scores import count_visits
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import EXPERT_ROLE, ExpertLinear, sparse_layers
-from rco.models.moe.scores import count_visits
 from rco.models.precision import computing_in, default_compute_dtype
 
 __all__ = [

@@ -14,8 +14,8 @@ from rco.compression.plan import LEAVE_ALONE, PRUNED, CompressionPlan
 from rco.formats.packing import PackedWeight
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
+from rco.models.moe.expert_removal import prune_experts
 from rco.models.moe.linears import ExpertLinear, model_linears, sparse_layers
-from rco.models.moe.prune import prune_experts
 
 __all__ = ["chosen_weights", "decode_into", "deploy", "written_names"]
 

@@ -14,7 +14,7 @@ from rco.formats.grid import Grid, round_to_nearest
 from rco.formats.packing import PackedWeight
 from rco.formats.stacks import stack_rows
 from rco.models.layout import LinearInfo
-from rco.models.moe.hessians import ExpertHessians
+from rco.models.moe.expert_statistics import ExpertHessians
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import ExpertLinear, original_stacks
 

@@ -12,9 +12,9 @@ from rco.compression.plan import CompressionPlan
 from rco.compression.switched_model import expert_options, option_list
 from rco.formats.packing import PackedWeight
 from rco.formats.streaming import OptionStream
+from rco.models.moe.expert_statistics import SharedOptions, layer_output_errors
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import sparse_layers
-from rco.models.moe.sensitivity import SharedOptions, layer_output_errors
 
 __all__ = ["layer_errors"]
 

@@ -17,7 +17,7 @@ from rco.losses import LOGITS_BYTES, chunk_length
 from rco.models.capture import block_kinds, lone_block
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
-from rco.models.moe.experts import expert_weights
+from rco.models.moe.expert_pairs import expert_weights
 from rco.models.moe.gates import expert_gates
 from rco.models.moe.layers import MoELayer, moe_layers
 from rco.models.moe.linears import EXPERT_ROLE, ExpertLinear

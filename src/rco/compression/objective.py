@@ -17,7 +17,7 @@ from rco.core.transfer import send
 from rco.data.calibration import CalibrationSet
 from rco.losses import Head, chunk_length, chunked_cross_entropy, chunked_kl
 from rco.models.loading import LoadedModel
-from rco.models.moe.probe_buffer import ProbeRoom, UsedRoom
+from rco.models.moe.probes import ProbeRoom, UsedRoom
 
 __all__ = ["Disturb", "LanguageModelObjective", "LossKind", "OptionErrors", "Reference", "SetGates"]
 

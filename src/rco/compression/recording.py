@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rco.models.spread import on_one_gpu
+from rco.models.device_map import on_one_gpu
 
 __all__ = ["Recording", "captured"]
 

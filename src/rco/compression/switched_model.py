@@ -15,14 +15,14 @@ from rco.compression.plan import LEAVE_ALONE, PRUNED, CompressionPlan
 from rco.formats.packing import PackedWeight
 from rco.formats.streaming import OptionStream
 from rco.losses import Head
-from rco.models.gating import GatedModel, gate_choices, make_switchable, switchable_model
 from rco.models.loading import LoadedModel
 from rco.models.moe.gates import ExpertGates, GateMode
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import ExpertLinear
 from rco.models.moe.options import ExpertOptions
-from rco.models.moe.probe_buffer import ProbeRoom
+from rco.models.moe.probes import ProbeRoom
 from rco.models.moe.switch import SwitchableExperts, switchable_experts
+from rco.models.switchable_model import GatedModel, gate_choices, make_switchable, switchable_model
 
 __all__ = ["SwitchedModel", "expert_options", "full_head", "option_list", "switched_model"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 _EXPORTS = {
     "EvaluationError": "rco.evaluation.statistics",
-    "ReferenceStates": "rco.evaluation.states",
+    "ReferenceStates": "rco.evaluation.reference_states",
     "Task": "rco.evaluation.tasks",
     "average_bits": "rco.evaluation.size",
     "checkpoint_size": "rco.evaluation.size",

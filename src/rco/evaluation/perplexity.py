@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rco.data.calibration import CalibrationSet
-from rco.evaluation.states import ReferenceStates, head_of, hidden_of
+from rco.evaluation.reference_states import ReferenceStates, head_of, hidden_of
 from rco.evaluation.statistics import OnBatch, batches, describe_sequences, sequence_sums
 from rco.losses import token_cross_entropy
 from rco.models.loading import LoadedModel

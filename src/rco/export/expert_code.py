@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from rco.models.layout import text_config
 from rco.models.moe.layers import moe_architecture
 from rco.models.remote_code import modeling_pruned_experts, modeling_unfused_experts
 
@@ -32,7 +33,7 @@ def stock_class(config: Any) -> type:
 
 def experts_per_layer(config: Any) -> list[int] | None:
     """How many experts each layer keeps, where a configuration lists them: the stock model knows one number."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     counts: list[int] | None = getattr(text, "num_experts_per_layer", None)
     return counts or None
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from rco.export.base import atomic_folder
 from rco.export.expert_code import experts_per_layer, stock_class, write_pruned_code
 from rco.models.loading import LoadedModel, without_progress_bars
+from rco.models.moe.expert_removal import keep_plan, pad_experts, prune_experts
 from rco.models.moe.layers import moe_layers
-from rco.models.moe.prune import keep_plan, pad_experts, prune_experts
 from rco.models.remote_code.modeling_pruned_experts import pruned_class
 
 __all__ = [

@@ -20,7 +20,7 @@ from rco.losses import Head
 from rco.models.sequences import whole_sequences
 from rco.models.zoo import ModelError
 
-__all__ = ["ARCHITECTURES", "HeadSpec", "Layout", "LinearInfo", "layout_for"]
+__all__ = ["ARCHITECTURES", "HeadSpec", "Layout", "LinearInfo", "layout_for", "text_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class Layout:
     def head(self, model: nn.Module) -> HeadSpec:
         """What turns last hidden states into logits."""
         name, module = _output_layer(model)
-        config = _text_config(model)
+        config = text_config(cast(Any, model).config)
         scale = 1.0
         if self.logit_multiplier:
             scale *= float(getattr(config, self.logit_multiplier))
@@ -273,8 +273,9 @@ def _output_layer(model: nn.Module) -> tuple[str, nn.Module]:
     return next(name for name, other in model.named_modules() if other is module), module
 
 
-def _text_config(model: nn.Module) -> Any:
-    return cast(Any, model).config.get_text_config()
+def text_config(config: Any) -> Any:
+    """The language part of a configuration, which is the whole one for models of text alone."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""From a name to a model in memory: built-in, local folder, or Hub id."""
+"""Loading of models: built-in names, local folders, folders of runs, Hub ids."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rco.models.device_map import DeviceMap
 from rco.models.files import file_sha256, folder_fingerprint, read_config, weight_files
 from rco.models.layout import ARCHITECTURES, Layout, layout_for
-from rco.models.spread import Spread
 from rco.models.zoo import ModelError, builtin_models, find_builtin, near_matches
 from rco.requirements import find_problem, require
 
 __all__ = [
     "LoadedModel",
+    "checkpoint_of",
+    "load",
     "load_model",
     "locate_model",
     "pick_device",
@@ -83,7 +85,7 @@ def load_model(
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
     attention: str | None = None,
-    spread: Spread | None = None,
+    device_map: DeviceMap | None = None,
 ) -> LoadedModel:
     """Load a causal language model and its tokenizer.
 
@@ -94,7 +96,7 @@ def load_model(
         device: ``"cpu"``, ``"cuda"``, ``"mps"``; ``"auto"`` picks the fastest there is.
         trust_remote_code: Let the checkpoint run its own Python code.
         attention: Attention implementation of transformers; None for its default (sdpa, else eager).
-        spread: Divide the model among several GPUs instead of putting it on ``device``.
+        device_map: Divide the model among several GPUs instead of putting it on ``device``.
 
     Raises:
         ModelError: The model cannot be found, read or used; the message says why and what to do.
@@ -115,9 +117,9 @@ def load_model(
         kept = _checkpoint_dtype(config, label)
     if attention is not None:
         keywords["attn_implementation"] = attention
-    if spread is not None:
-        keywords["device_map"] = spread.strategy
-        keywords["max_memory"] = spread.free_memory()
+    if device_map is not None:
+        keywords["device_map"] = device_map.strategy
+        keywords["max_memory"] = device_map.free_memory()
     chosen = kept if dtype == "auto" else _as_dtype(dtype)
     if gguf_file is not None:
         # Reading the file's metadata is slow, and every part would do it again to find the config.
@@ -126,10 +128,10 @@ def load_model(
     for name in ("attn_implementation", "device_map", "max_memory"):
         keywords.pop(name, None)
     tokenizer = _load_tokenizer(folder, label, trust_remote_code=trust_remote_code, **keywords)
-    if spread is None:
+    if device_map is None:
         model = model.to(target)
     else:
-        spread.check(model, label)
+        device_map.check(model, label)
     model.eval().requires_grad_(False)
 
     def fingerprint() -> str:
@@ -413,3 +415,35 @@ def _transformers() -> Any:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def checkpoint_of(path: str | Path) -> str | Path:
+    """The checkpoint inside a run's folder; any other path or name is returned unchanged.
+
+    Raises:
+        ModelError: The folder is a run that has written no checkpoint.
+    """
+    folder = Path(path).expanduser()
+    if not (folder / "problem.json").is_file():
+        return path
+    if (folder / "model" / "config.json").is_file():
+        return folder / "model"
+    raise ModelError(
+        f"{folder} is a run without a checkpoint: continue it with `resume=True`, or export it with `rco export`."
+    )
+
+
+def load(name: str | Path, **settings: Any) -> LoadedModel:
+    """Load a model: a run's folder, a built-in name, a local folder or a Hub id; stock, quantized or pruned.
+
+    Checkpoints whose layers keep different numbers of experts load without running the code that they carry.
+
+    Args:
+        name: What to load.
+        settings: As for :func:`load_model`: ``dtype``, ``device``, ``attention``,
+            ``trust_remote_code``.
+
+    Returns:
+        The model with its tokenizer; ``.model`` is the torch module.
+    """
+    return load_model(checkpoint_of(name), **settings)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rco import tables
+from rco import registry
 from rco.compression.accounting import DENSE
 from rco.compression.budget import Budget
 from rco.compression.engines import Engine
@@ -105,9 +105,11 @@ def _export_quantized(
 
 def make_exporter(format: str, kind: str) -> Any:
     """The exporter of a format, which must be one for this kind of compression."""
-    exporter = tables.load(tables.EXPORTERS, format, "format")()
+    exporter = registry.load(registry.EXPORTERS, format, "format")()
     if exporter.kind != kind:
-        fitting = [n for n in tables.EXPORTERS if tables.load(tables.EXPORTERS, n, "format").kind == kind]
+        fitting = [
+            n for n in registry.EXPORTERS if registry.load(registry.EXPORTERS, n, "format").kind == kind
+        ]
         raise ValueError(
             f"The format {format!r} holds {exporter.kind}, this run is {kind}; take {' or '.join(fitting)}."
         )

@@ -22,13 +22,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from rco.atomic_files import make_folder, write_tensors_atomic
 from rco.compression.budget import Budget
 from rco.compression.priors import score_table
 from rco.compression.second_order import predicted_losses
 from rco.core.problem import AllocationProblem
 from rco.core.result import SearchResult, StepRecord
 from rco.data.calibration import CalibrationSet, DataSplits
-from rco.folders import make_folder, write_tensors_atomic
 from rco.pipeline.compare_figures import draw_comparison, draw_divergence
 from rco.pipeline.compare_tables import write_comparison
 from rco.pipeline.configs import PLAIN, ComparePruneConfig, CompareQuantizeConfig

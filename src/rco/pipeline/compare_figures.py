@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rco.folders import atomic_path
+from rco.plotting import save_figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -164,9 +164,5 @@ def _plain(axes: Axes) -> None:
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    from matplotlib import rc_context
-
-    # Letters stay letters, which is smaller, and the same figures make the same file.
-    with atomic_path(path) as temporary, rc_context({"svg.fonttype": "none", "svg.hashsalt": "rco"}):
-        figure.savefig(temporary, format="svg", metadata={"Date": None})
-    return path
+    (written,) = save_figures(path.parent, {path.stem: figure}, ["svg"])
+    return written

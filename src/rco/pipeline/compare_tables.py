@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rco.atomic_files import write_json_atomic, write_text_atomic
 from rco.evaluation.statistics import recovery
-from rco.folders import write_json_atomic, write_text_atomic
 from rco.pipeline.evaluate import headline
 from rco.pipeline.progress import Progress
 from rco.runs import environment

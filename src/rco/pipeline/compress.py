@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rco.atomic_files import write_tensors_atomic
 from rco.compression.compression import Compression
 from rco.core.problem import Allocation, AllocationProblem
 from rco.core.protocols import Objective
 from rco.core.result import SearchResult, StepRecord
 from rco.data.calibration import DataSplits
 from rco.distributed import join, serve, shared
-from rco.folders import write_tensors_atomic
 from rco.models.loading import LoadedModel
 from rco.pipeline.checkpoints import export_checkpoint
 from rco.pipeline.configs import CompressConfig, PruneConfig

@@ -18,7 +18,6 @@ from rco.settings import check_settings, device_setting, setting
 __all__ = [
     "PLAIN",
     "TAU",
-    "AblationConfig",
     "ComparePruneConfig",
     "CompareQuantizeConfig",
     "CompressConfig",
@@ -563,74 +562,4 @@ class ComparePruneConfig(SearchProcesses, PruneConfig):
         free = ("seeds", "methods", "format", "padded", "by_domain", "searcher", "seed", "workers", "threads")
         for name in free:
             described.pop(name)
-        return described
-
-
-@dataclass(frozen=True, kw_only=True)
-class AblationConfig:
-    """Sweeps of the search's settings on one quantization problem; the flags of ``rco bench ablations``."""
-
-    model: str = setting("tiny-llama", help="Built-in name, local folder or Hub id.")
-    bits: str = setting("2.5", help="Average width of the quantized weights.")
-    sweep: list[str] = setting(
-        [],
-        help="samples, steps, equal-compute, temperature, learning-rate, antithetic, seeds, grouping, "
-        "calibration; repeatable, all by default. With values of your own: samples=1,4,16, equal-compute=8x100.",
-        panel="Sweeps",
-    )
-    seeds: int = setting(
-        3, help="Seeds of every point; the sweep over seeds has at least five.", panel="Sweeps", least=1
-    )
-    quick: bool = setting(False, help="Ends and centre of each sweep, little data, one seed.", panel="Sweeps")
-
-    steps: int = setting(QuantizeConfig.steps, help="Optimizer steps at the centre.", panel="Centre", least=0)
-    samples: int = setting(
-        QuantizeConfig.samples, help="Gumbel samples per step at the centre.", panel="Centre", least=1
-    )
-    lr: float = setting(QuantizeConfig.lr, help="Learning rate at the centre.", panel="Centre", positive=True)
-    tau: float = setting(TAU[1], help="Last temperature at the centre.", panel="Centre", positive=True)
-    refine: int = setting(_REFINE, help=f"{_REFINE_HELP}.", panel="Centre", least=0)
-    prior_strength: float = setting(
-        _STRENGTH, help="Scale of the search's initial logits.", panel="Centre", least=0
-    )
-    printed_prior: Literal["uniform", "weight-error"] = setting(
-        "uniform",
-        help="Initial logits of Algorithm 1 as printed: zero, or as the paper's own code.",
-        panel="Centre",
-    )
-
-    widths: str = setting("2,3,4,5,6,7,8", help="Bits on offer.", panel="Candidates")
-    group_size: int = setting(
-        _GROUP_SIZE, help="Columns that share a scale; 0 for one per row.", panel="Candidates", least=0
-    )
-    store: Path | None = setting(
-        None, help="Folder of the candidates; default: inside the run.", panel="Candidates"
-    )
-
-    data: str = setting("builtin", help="Calibration text: files, names, mixtures a+b.", panel="Data")
-    sequences: int = setting(96, help="Sequences for candidates and gradients.", panel="Data", least=1)
-    sensitivity: int = setting(32, help="Of these, sequences for the sensitivities.", panel="Data", least=1)
-    selection: int = setting(16, help="Sequences that choose among candidates.", panel="Data", least=1)
-    evaluation: int = setting(32, help="Sequences that judge the results.", panel="Data", least=1)
-    length: int = setting(192, help="Tokens per sequence.", panel="Data", least=2)
-
-    out: Path = setting(Path("runs/ablations"), help="Folder for runs, tables and plots.", panel="Machine")
-    device: str = device_setting("Machine")
-    compute: Compute = setting("auto", help=_COMPUTE_HELP, panel="Machine")
-    workers: int = setting(1, help="Processes; each loads the model.", panel="Machine", least=1)
-    threads: int = setting(1, help="Threads of each process.", panel="Machine", least=1)
-    resume: bool = setting(
-        False, help="Keep what `out` holds and run what is missing; seeds and sweeps may be added.",
-        panel="Machine",
-    )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-
-    def identity(self) -> dict[str, Any]:
-        """What must agree for finished parts to be kept."""
-        described = dataclasses.asdict(self)
-        for name in ("out", "resume", "sweep", "seeds", "workers", "threads"):
-            described.pop(name)
-        described["store"] = str(self.store) if self.store else None
         return described

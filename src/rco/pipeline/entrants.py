@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rco import tables
+from rco import registry
 from rco.baselines.evolution import Evolution
 from rco.baselines.sensitivity import Fisher
 from rco.compression.compression import SCORES
@@ -104,8 +104,8 @@ class Entrant:
                 f"{label!r}: after + comes where a method starts, weight-error or prior, got {start!r}."
             )
         method = "fisher" if name == POOLED else name
-        if method not in tables.METHODS:
-            raise tables.unknown_name("method", method, [*tables.METHODS, POOLED])
+        if method not in registry.METHODS:
+            raise registry.unknown_name("method", method, [*registry.METHODS, POOLED])
         return cls(method, "prior" if name == "rco" and not start else _STARTS[start], name == POOLED)
 
     @property
@@ -116,7 +116,7 @@ class Entrant:
     @property
     def searcher(self) -> Any:
         """The class."""
-        return tables.load(tables.METHODS, self.method, "method")
+        return registry.load(registry.METHODS, self.method, "method")
 
     @property
     def measures_fisher(self) -> bool:
@@ -178,17 +178,19 @@ class ExpertEntrant:
         if name == _BY_ACCEPTANCE:
             return cls("evoesap", settings={"fitness": "acceptance"})
         method, _, score = name.rpartition("-")
-        if score in SCORES and method in tables.METHODS:
+        if score in SCORES and method in registry.METHODS:
             return cls(_ALIASES.get(method, method), score)
-        if name not in tables.METHODS:
+        if name not in registry.METHODS:
             derived = [f"{s}-global" for s in SCORES] + [f"evoesap-{s}" for s in SCORES]
-            raise tables.unknown_name("method", name, [*tables.METHODS, *SCORES, *derived, _BY_ACCEPTANCE])
+            raise registry.unknown_name(
+                "method", name, [*registry.METHODS, *SCORES, *derived, _BY_ACCEPTANCE]
+            )
         return cls(_ALIASES.get(name, name))
 
     @property
     def searcher(self) -> Any:
         """The class."""
-        return tables.load(tables.METHODS, self.method, "method")
+        return registry.load(registry.METHODS, self.method, "method")
 
     @property
     def gradient_search(self) -> bool:

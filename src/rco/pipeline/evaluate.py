@@ -9,12 +9,11 @@ from rco.data.calibration import CalibrationSet, build_calibration
 from rco.evaluation.divergence import measure_divergence
 from rco.evaluation.harness import check_harness, run_harness
 from rco.evaluation.perplexity import measure_perplexity
+from rco.evaluation.reference_states import ReferenceStates
 from rco.evaluation.size import checkpoint_size
-from rco.evaluation.states import ReferenceStates
 from rco.evaluation.statistics import EvaluationError, recovery
 from rco.evaluation.tasks import Task, evaluate_task, load_task
-from rco.models.load import checkpoint_of
-from rco.models.loading import LoadedModel, load_model
+from rco.models.loading import LoadedModel, checkpoint_of, load_model
 from rco.models.precision import computing_in, default_compute_dtype
 from rco.pipeline.configs import EvaluateConfig
 from rco.pipeline.progress import Progress, Silent

@@ -16,7 +16,7 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from rco.folders import read_json, write_json_atomic
+from rco.atomic_files import read_json, write_json_atomic
 
 __all__ = ["Named", "Worker", "run_jobs"]
 

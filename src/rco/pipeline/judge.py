@@ -9,7 +9,7 @@ from rco.core.problem import Allocation, AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.evaluation.divergence import measure_divergence
 from rco.evaluation.perplexity import measure_perplexity
-from rco.evaluation.states import ReferenceStates
+from rco.evaluation.reference_states import ReferenceStates
 from rco.models.precision import computing_in
 
 __all__ = ["Judge"]

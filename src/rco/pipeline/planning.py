@@ -22,13 +22,13 @@ from rco.data.calibration import DataSplits, build_splits
 from rco.data.sources import resolve_source
 from rco.distributed import Ranks
 from rco.export.compressed_tensors import check_exportable
+from rco.models.device_map import DeviceMap
 from rco.models.files import read_config
 from rco.models.loading import LoadedModel, load_model, locate_model, refuse_quantized
+from rco.models.moe.expert_removal import keep_plan
 from rco.models.moe.layers import moe_layers
 from rco.models.moe.linears import model_linears, sparse_layers
-from rco.models.moe.prune import keep_plan
 from rco.models.precision import compute_dtype
-from rco.models.spread import Spread
 from rco.pipeline.checkpoints import check_format, check_recipe
 from rco.pipeline.configs import CompressConfig, PruneConfig, QuantizeConfig
 from rco.pipeline.estimate import Estimate, choose_residency, estimate
@@ -227,12 +227,12 @@ def _load(config: CompressConfig, ranks: Ranks, given: LoadedModel | None) -> Lo
     folder, gguf = locate_model(config.model)
     if gguf is None:
         refuse_quantized(read_config(folder), config.model)
-    spread = None if config.device_map == "none" else Spread(config.device_map, ranks.gpus)
+    device_map = None if config.device_map == "none" else DeviceMap(config.device_map, ranks.gpus)
     return load_model(
         config.model,
         dtype=config.dtype,
-        device=ranks.device(config.device, spread is not None),
-        spread=spread,
+        device=ranks.device(config.device, device_map is not None),
+        device_map=device_map,
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from rco import tables
+from rco import registry
 from rco.compression.plan import CompressionPlan
 from rco.core.plain import PRINTED
 from rco.core.problem import AllocationProblem
@@ -44,7 +44,7 @@ def search_settings(config: CompressConfig, *, plain: bool | None = None) -> dic
 
 def make_searcher(method: str, settings: Mapping[str, Any]) -> Any:
     """A method of the table with those of the settings that it has."""
-    cls = tables.load(tables.METHODS, method, "method")
+    cls = registry.load(registry.METHODS, method, "method")
     known = {field.name for field in dataclasses.fields(cls) if field.init}
     return cls(**{name: value for name, value in settings.items() if name in known})
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import rco
-from rco.folders import make_folder, write_text_atomic
+from rco.atomic_files import make_folder, write_text_atomic
 from rco.report.certificate import checkpoint_bytes
 from rco.report.data import Evaluated, ReportError, RunData, evaluations, read_run, section
 from rco.report.figures import quality_against_bits

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rco.core.transfer import send
-from rco.models.moe.experts import (
+from rco.models.moe.expert_pairs import (
     Ask,
     ExpertPairs,
     ExpertSource,
@@ -20,8 +20,7 @@ from rco.models.moe.experts import (
     expert_weights,
 )
 from rco.models.moe.layers import MoELayer, moe_layers
-from rco.models.moe.probe_buffer import ProbeRoom
-from rco.models.moe.probes import RoutingProbes
+from rco.models.moe.probes import ProbeRoom, RoutingProbes
 from rco.models.moe.routing import Routing, route
 
 __all__ = ["ExpertGates", "GateMode", "OptionSource", "expert_gates"]

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rco.models.layout import text_config
 from rco.models.moe.routing import RoutingRule
 
 __all__ = [
@@ -194,7 +195,7 @@ def moe_architecture(config: Any) -> MoEArchitecture:
     Raises:
         UnsupportedMoEError: The model type is not in the table.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     row = MOE_ARCHITECTURES.get(text.model_type)
     if row is None:
         raise UnsupportedMoEError(
@@ -212,7 +213,7 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
     """
     config: Any = model.config
     row = moe_architecture(config)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     found: list[MoELayer] = []
     for name, block in model.named_modules():
         router, experts = getattr(block, row.router, None), getattr(block, row.experts, None)
@@ -229,7 +230,7 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
 def stored_names(model: nn.Module) -> Callable[[str], str]:
     """From the names of a model's tensors to those in its checkpoints, which differ where a block has two names."""
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     row = MOE_ARCHITECTURES.get(str(getattr(text, "model_type", None)))
     if row is None or row.stored_block is None:
         return lambda name: name
@@ -240,7 +241,7 @@ def stored_names(model: nn.Module) -> Callable[[str], str]:
 
 def set_num_experts(config: Any, count: int) -> None:
     """Write the number of routed experts into the field that the architecture reads."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     setattr(text, moe_architecture(config).count_field, int(count))
 
 

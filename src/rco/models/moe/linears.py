@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from rco.models.layout import Layout, LinearInfo
+from rco.models.layout import Layout, LinearInfo, text_config
 from rco.models.moe.layers import MOE_ARCHITECTURES, MoELayer, moe_layers
 
 __all__ = [
@@ -84,7 +84,7 @@ class ExpertLinear(LinearInfo):
 def sparse_layers(model: nn.Module) -> list[MoELayer]:
     """The sparse layers of a model; none for a dense one."""
     config: Any = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     return moe_layers(model) if text.model_type in MOE_ARCHITECTURES else []
 
 

@@ -22,7 +22,7 @@ from rco.formats.packing import PackedWeight
 from rco.formats.stacks import ChosenSegments, by_option, decode_segments
 from rco.formats.streaming import OptionStream, StreamedOptions
 from rco.formats.switchable import LayerOptions, WeightBuffer
-from rco.models.moe.experts import ExpertWeights, expert_weights
+from rco.models.moe.expert_pairs import ExpertWeights, expert_weights
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import original_stacks
 

@@ -14,7 +14,7 @@ from rco.core.transfer import send
 from rco.formats.switchable import WeightBuffer
 from rco.models.moe.gates import ExpertGates, GateMode, expert_gates
 from rco.models.moe.options import ExpertOptions, PlacedChoices, SelectedExperts
-from rco.models.moe.probe_buffer import ProbeRoom
+from rco.models.moe.probes import ProbeRoom
 
 __all__ = ["SwitchableExperts", "switchable_experts"]
 

@@ -1,0 +1,82 @@
+"""``rco quantize``: from a model and a budget to a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from rco.cli.config_options import Switches, command_from_config
+from rco.cli.run_job import print_evaluation, print_loading, report_of, run_job
+from rco.pipeline.configs import QuantizeConfig
+
+if TYPE_CHECKING:
+    from rco.compressed import CompressedModel
+    from rco.pipeline.planning import Planned
+
+__all__ = ["quantize"]
+
+
+def _quantize(config: QuantizeConfig, switches: Switches) -> None:
+    """Quantize a language model to an exact budget, every layer at the width it needs.
+
+    rco quantize tiny-llama --bits 2.5
+
+    rco quantize MODEL --size 3.1GB --serve vllm --out runs/mine
+    """
+    run_job(
+        config,
+        switches,
+        describe=_describe,
+        summarize=lambda result: {"allocation": result.search.allocation.to_dict()},
+        show=_show,
+    )
+
+
+quantize = command_from_config(QuantizeConfig, _quantize)
+
+
+def _describe(planned: Planned) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    plan, problem, budget = planned.compression.plan, planned.problem, planned.budget
+    low, high = planned.compression.budget_range(budget.kind)
+    grid = None if plan.gguf else "symmetric" if plan.symmetric else "asymmetric"
+    data = {
+        "groups": problem.num_groups,
+        "linears": len(plan.linears),
+        "left_alone": list(plan.skipped),
+        "widths": list(plan.widths),
+        "grid": grid,
+        "group_size": None if plan.gguf else plan.group_size,
+        "types": plan.block_types,
+        "range": [low, high],
+        "effective_units": problem.unit_budgets[0],
+    }
+    scales = f"groups of {plan.group_size}" if plan.group_size else "one scale per row"
+    stored = f"as {', '.join(plan.block_types)}" if plan.gguf else f"{grid}, {scales}"
+    fixed = planned.compression.costs(budget.kind).fixed
+    searched = f"bytes for these, {fixed:,} for everything else" if fixed else "units for the search"
+    lines = [
+        ("groups", f"{problem.num_groups} of {len(plan.linears)} linears"),
+        *([("left alone", ", ".join(plan.skipped))] if plan.skipped else []),
+        ("widths", f"{', '.join(map(str, plan.widths))} bits, {stored}"),
+        ("range", f"{budget.kind} from {low} to {high}"),
+        ("budget", f"{budget}: {problem.unit_budgets[0]:,} {searched}"),
+    ]
+    return data, lines
+
+
+def _show(result: CompressedModel) -> None:
+    print_evaluation(
+        result, first="allocation", amount=("bits", lambda row: f"{row['bits']:.4f}".rstrip("0").rstrip("."))
+    )
+    budget = result.metrics["budget"]
+    typer.echo(
+        f"budget      asked {budget['requested']} {budget['kind']}: {budget['effective']}, used {budget['used']}"
+    )
+    written = result.metrics.get("export", {})
+    if written.get("usage"):
+        typer.echo(f"recipe      {result.checkpoint}: its README.md has the commands")
+    elif result.checkpoint:
+        typer.echo(f"checkpoint  {result.checkpoint}")
+        print_loading(written)
+    typer.echo(f"report      {report_of(result)}")

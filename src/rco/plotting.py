@@ -1,0 +1,59 @@
+"""Matplotlib figures: a common look of axes, and files that are the same for the same figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rco.atomic_files import atomic_path, make_folder
+from rco.requirements import require
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["figure_class", "polish", "save_figures"]
+
+
+def figure_class() -> type[Figure]:
+    """Matplotlib's figure, which needs no display.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    require("matplotlib", "Drawing")
+    from matplotlib.figure import Figure
+
+    return Figure
+
+
+def polish(axis: Axes, title: str) -> None:
+    """A small title, a light grid, no box."""
+    axis.set_title(title, fontsize=9)
+    axis.tick_params(labelsize=7)
+    axis.grid(True, color="#dddddd", linewidth=0.6)
+    axis.set_axisbelow(True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def save_figures(
+    out: Path, drawn: Mapping[str, Figure], formats: Sequence[str] = ("png", "svg"), dpi: int = 90
+) -> list[Path]:
+    """Write every figure in every format under its name; returns the files written."""
+    import matplotlib
+
+    make_folder(out)
+    written = []
+    # Text stays text, which is smaller; a fixed salt and no date make files reproducible.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "rco"}):
+        for name, figure in drawn.items():
+            for kind in formats:
+                path = out / f"{name}.{kind}"
+                metadata = {"Date": None} if kind == "svg" else None
+                with atomic_path(path) as temporary:
+                    figure.savefig(temporary, format=kind, dpi=dpi, metadata=metadata)
+                figure.set_layout_engine("none")  # the next format keeps this layout
+                written.append(path)
+    return written

@@ -1,1 +1,0 @@
-"""The paper's controlled experiments, and measurements of the package's own parts."""
