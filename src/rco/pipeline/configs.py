@@ -37,7 +37,7 @@ PLAIN = "rco-plain"  # Algorithm 1 as printed; what that means is said in rco.co
 TAU = (1.0, 0.1)  # first and last temperature of every other gradient search
 _REFINE = 20
 _STRENGTH = 3.0
-_REFINE_HELP = "Most passes over the selection text for exchanges after the choice"
+_REFINE_HELP = "Most passes over the selection sequences for improving the best candidate by exchanges"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,61 +48,74 @@ class CompressConfig:
 
     out: Path | None = setting(
         None,
-        help="Folder of the run, which can be resumed; the command line's default is runs/MODEL-BUDGET.",
+        help="Folder of the run; the command line's default is runs/MODEL-BUDGET.",
         panel="Output",
     )
 
     data: Data = setting(
-        "builtin", help="Calibration text: files, names, mixtures a+b.", panel="Data", flag=str
+        "builtin",
+        help="Calibration text: names (`rco ls data`), files, or mixtures such as a+b.",
+        panel="Data",
+        flag=str,
     )
     eval_data: Data | None = setting(
-        None, help="Evaluation text; default: held-back part of `data`.", panel="Data", flag=str | None
+        None, help="Evaluation text; default: a held-out part of `data`.", panel="Data", flag=str | None
     )
-    sequences: int = setting(96, help="Sequences for candidates and gradients.", panel="Data", least=1)
+    sequences: int = setting(
+        96, help="Calibration sequences: for quantizing layers and for gradients.", panel="Data", least=1
+    )
     sensitivity: int = setting(
-        32, help="How many of `sequences` the sensitivities use.", panel="Data", least=1
+        32, help="How many of `sequences` are used to estimate sensitivities.", panel="Data", least=1
     )
-    selection: int = setting(16, help="Sequences that choose among candidates.", panel="Data", least=1)
-    evaluation: int = setting(32, help="Sequences that judge the result.", panel="Data", least=1)
+    selection: int = setting(
+        16, help="Held-out sequences on which candidate allocations are compared.", panel="Data", least=1
+    )
+    evaluation: int = setting(
+        32, help="Held-out sequences on which results are measured.", panel="Data", least=1
+    )
     length: int = setting(512, help="Tokens per sequence.", panel="Data", least=2)
 
-    searcher: str = setting("rco", help="Method; see `rco ls methods`.", panel="Search")
+    searcher: str = setting("rco", help="Search method; see `rco ls methods`.", panel="Search")
     steps: int = setting(40, help="Optimizer steps.", panel="Search", least=0)
     samples: int = setting(4, help="Gumbel samples per step.", panel="Search", least=1)
     lr: float = setting(0.1, help="Learning rate.", panel="Search", positive=True)
     tau: tuple[float, float] | None = setting(
         None,
-        help="First and last temperature; default 1.0 0.1, of rco-plain 1.0 0.01.",
+        help="First and last temperature; default 1.0 0.1, for rco-plain 1.0 0.01.",
         panel="Search",
         positive=True,
     )
     antithetic: bool = setting(
-        False, help="Draw samples in pairs of opposite noise; `samples` must be even.", panel="Search"
+        False, help="Draw noise in opposite pairs; `samples` must be even.", panel="Search"
     )
     refine: int | None = setting(
-        None, help=f"{_REFINE_HELP}; default {_REFINE}, of rco-plain none.", panel="Search", least=0
+        None, help=f"{_REFINE_HELP}; default {_REFINE}, for rco-plain none.", panel="Search", least=0
     )
     generations: int | None = setting(
-        None, help="Of evopress and evoesap; default 100 and 50.", panel="Search", least=0
+        None, help="Generations of evopress and evoesap; default 100 and 50.", panel="Search", least=0
     )
-    loss: Literal["kl", "cross-entropy"] = setting("kl", help="What is minimised.", panel="Search")
-    top_k: int = setting(0, help="KL over the k likeliest tokens; 0: all.", panel="Search", least=0)
-    seed: int = setting(0, help="Of data, noise and everything else.", panel="Search")
+    loss: Literal["kl", "cross-entropy"] = setting(
+        "kl", help="Loss to minimise: KL to the original model, or cross-entropy.", panel="Search"
+    )
+    top_k: int = setting(
+        0, help="Compute the KL over the k likeliest tokens only; 0: all.", panel="Search", least=0
+    )
+    seed: int = setting(0, help="Seed of the data and of the search.", panel="Search")
 
     device: str = device_setting("Machine")
     dtype: str = setting("auto", help="Type of the checkpoint: auto, bfloat16, float32.", panel="Machine")
     compute: Compute = setting("auto", help=_COMPUTE_HELP, panel="Machine")
     batch_size: int = setting(1, help="Sequences per forward pass of the search.", panel="Machine", least=1)
-    checkpointing: bool = setting(False, help="Save memory, recompute activations.", panel="Machine")
-    graphs: bool = setting(
-        True, help="On a GPU, launch a sample as one CUDA graph, not kernel by kernel.", panel="Machine"
+    checkpointing: bool = setting(
+        False, help="Recompute activations in the backward pass, to save memory.", panel="Machine"
     )
+    graphs: bool = setting(True, help="On a GPU, replay samples as a CUDA graph.", panel="Machine")
     device_map: Literal["none", "auto", "balanced", "sequential"] = setting(
-        "none", help="Divide a model that is larger than one GPU among those of a rank.", panel="Machine"
+        "none", help="Spread a model over several GPUs.", panel="Machine"
     )
     rank_timeout: float = setting(
         30.0,
-        help="Minutes after which a rank of torchrun that does not answer is given up.",
+        help="Minutes to wait for a rank of torchrun that does not answer.",
         panel="Machine",
         positive=True,
     )
@@ -158,30 +171,36 @@ class QuantizeConfig(CompressConfig):
     """Everything that decides a quantization run; the flags of ``rco quantize``."""
 
     bits: str | None = setting(None, help="Average width of the quantized weights, e.g. 2.5.", panel="Budget")
-    bpw: str | None = setting(None, help="The same with scales and zero points counted.", panel="Budget")
+    bpw: str | None = setting(
+        None, help="Average bits per weight, scales and zero points included.", panel="Budget"
+    )
     size: str | None = setting(
         None, help="Bytes of the whole checkpoint on disk, e.g. 3.1GB.", panel="Budget"
     )
     active_bits: str | None = setting(
-        None, help="Average width of what a token reads: experts count by how often they are chosen.",
+        None, help="Average width of the weights that a token uses; experts count as often as they are routed to.",
         panel="Budget",
     )  # fmt: skip
     count: Literal["all", "experts"] = setting(
         "all",
-        help="What bits average over: all that is quantized, or experts alone.",
+        help="Weights that the average is taken over: all quantized ones, or experts only.",
         panel="Budget",
     )
 
     format: str | None = setting(
-        None, help="See `rco ls formats`, or none; default: what `serve` reads.", panel="Output"
+        None,
+        help="Checkpoint format, see `rco ls formats`, or none; default: the one for `serve`.",
+        panel="Output",
     )
     serve: str = setting(
         "any",
-        help="Engine the checkpoint is for: any, transformers, vllm, vllm-marlin, llamacpp.",
+        help="Engine that will serve the checkpoint: any, transformers, vllm, vllm-marlin, llamacpp.",
         panel="Output",
     )
     store: Path | None = setting(
-        None, help="Folder of the candidates; runs may share one. Default: inside the run.", panel="Output"
+        None,
+        help="Folder for quantized candidates, which runs can share; default: inside the run.",
+        panel="Output",
     )
     overwrite_store: bool = setting(
         False, help="Replace candidates that were made with other settings.", panel="Output"
@@ -189,44 +208,55 @@ class QuantizeConfig(CompressConfig):
 
     widths: str | None = setting(
         None,
-        help="Bits on offer, e.g. 2,3,4,8; 16 leaves a linear alone. Default: all that `serve` takes.",
+        help="Widths to choose from, e.g. 2,3,4,8; 16 keeps a layer unquantized. Default: all of `serve`.",
         panel="Candidates",
     )
     group_size: int | None = setting(
         None,
-        help="Columns that share a scale, 0 for one per row; default 64. GGUF types have their own.",
+        help="Weights that share a scale, 0 for one scale per row; default 64. GGUF types have their own.",
         panel="Candidates",
         least=0,
     )
     symmetric: bool | None = setting(
-        None, help="Grid without zero points; default: what `serve` needs.", panel="Candidates"
+        None, help="Quantize without zero points; default: as `serve` needs.", panel="Candidates"
     )
     method: Literal["gptq", "rtn"] | None = setting(
-        None, help="How linears are rounded; default gptq, for llamacpp rtn.", panel="Candidates"
+        None, help="Rounding method; default gptq, for llamacpp rtn.", panel="Candidates"
     )
     clip: Literal["search", "minmax"] = setting(
-        "search", help="Range of the grid: searched, or from smallest to largest.", panel="Candidates"
+        "search",
+        help="Quantization range: searched, or from the smallest to the largest weight.",
+        panel="Candidates",
     )
     damp: float = setting(
-        0.01, help="Share of the mean diagonal added to the Hessian.", panel="Candidates", least=0
+        0.01,
+        help="GPTQ damping: share of the mean diagonal added to the Hessian.",
+        panel="Candidates",
+        least=0,
     )
-    act_order: bool = setting(False, help="Quantize columns by activation size.", panel="Candidates")
+    act_order: bool = setting(
+        False, help="GPTQ: quantize columns in order of activation size.", panel="Candidates"
+    )
     sweeps: int = setting(
-        4, help="Passes of coordinate descent on the codes after GPTQ.", panel="Candidates", least=0
+        4, help="Passes of coordinate descent over the codes after GPTQ.", panel="Candidates", least=0
     )
     lock: list[str] = setting(
         [], help="REGEX=WIDTH or ROLE=WIDTH (attention, mlp, experts, shared_expert), repeatable.",
         panel="Candidates",
     )  # fmt: skip
     skip: list[str] = setting(
-        [], help="REGEX or role of linears to leave alone and outside the budget.", panel="Candidates"
+        [],
+        help="REGEX or role of layers to keep unquantized and outside the budget, repeatable.",
+        panel="Candidates",
     )
     tie: list[str] = setting(
-        [], help="Kinds that share a width in a block, e.g. q_proj,k_proj.", panel="Candidates"
+        [],
+        help="Kinds of layers that share a width within a block, e.g. q_proj,k_proj; repeatable.",
+        panel="Candidates",
     )
 
     expert_groups: Literal["expert", "projection", "layer", "layer-projection", "model"] | None = setting(
-        None, help="What shares a width among experts; default: each expert, or what `serve` needs.",
+        None, help="Matrices of experts that share a width; default: those of one expert, or as `serve` needs.",
         panel="Experts",
     )  # fmt: skip
     per_projection: bool = setting(
@@ -235,31 +265,31 @@ class QuantizeConfig(CompressConfig):
         panel="Experts",
     )
     allow_prune: bool = setting(
-        False, help="0 bits is an option of an expert: it is pruned and routed around.", panel="Experts"
+        False, help="Let the search remove experts, too (0 bits); the router skips them.", panel="Experts"
     )
     expert_tokens: int = setting(
         256,
-        help="Least tokens an expert is fitted to; below, the likeliest others are added.",
+        help="Fewest calibration tokens per expert; rarely visited ones get the likeliest other tokens.",
         panel="Experts",
         least=0,
     )
 
     prior: Prior | None = setting(
         None,
-        help="Initial logits: from sensitivities, errors of outputs, errors of weights as in the paper's own "
-        "code, or uniform: all zero. Default fisher, of rco-plain uniform.",
+        help="Initial logits: from Fisher sensitivities, output errors, weight errors (the paper's own code), or "
+        "all zero (uniform). Default fisher; for rco-plain uniform.",
         panel="Search",
     )
     prior_strength: float | None = setting(
         None,
-        help=f"Scale of the initial logits; default {_STRENGTH:g}, of weight-error 1.",
+        help=f"Scale of the initial logits; default {_STRENGTH:g}, for weight-error 1.",
         panel="Search",
         least=0,
     )
 
     memory: Literal["auto", "resident", "offload"] = setting(
         "auto",
-        help="Where a GPU's candidates are: resident on it, offload in host memory, auto by what is free.",
+        help="Where candidates are kept: resident on the GPU, offload in host memory, auto by free memory.",
         panel="Machine",
     )
 
@@ -298,9 +328,9 @@ class EvaluateConfig:
     """What is measured on which models; the flags of ``rco evaluate``."""
 
     paths: list[str] = setting(help="Runs, checkpoints, Hub ids or built-in names.")
-    reference: str | None = setting(None, help="Full model for KL and recovery.")
+    reference: str | None = setting(None, help="Original model, for KL and recovery.")
     data: Data = setting("builtin", help="Text: files, names, mixtures a+b.", flag=str)
-    sequences: int = setting(48, help="Sequences to measure on.", least=1)
+    sequences: int = setting(48, help="Evaluation sequences.", least=1)
     length: int = setting(512, help="Tokens per sequence.", least=2)
     tasks: str | None = setting(
         None,
@@ -308,7 +338,7 @@ class EvaluateConfig:
     )
     limit: int | None = setting(None, help="Items per task.", least=1)
     batch_size: int = setting(4, help="Sequences at a time.", least=1)
-    seed: int = setting(0, help="Picks the sequences.")
+    seed: int = setting(0, help="Seed for choosing the sequences.")
     device: str = device_setting()
     dtype: str = setting("auto", help="auto, bfloat16 or float32.")
 
@@ -323,7 +353,7 @@ class ExportConfig:
     run: Path = setting(help="Folder of a finished run.")
     format: str = setting("compressed-tensors", help="See `rco ls formats`.")
     out: Path | None = setting(None, help="Folder of the checkpoint; default: RUN/FORMAT.")
-    overwrite: bool = setting(False, help="Replace what is there.")
+    overwrite: bool = setting(False, help="Replace an existing folder.")
     device: str = device_setting()
 
     def __post_init__(self) -> None:
@@ -339,12 +369,16 @@ class PruneConfig(CompressConfig):
     experts: str | None = setting(
         None, help="Experts to prune: a fraction (0.25; rounded down) or a count (48).", panel="Budget"
     )
-    parameters: str | None = setting(None, help="Most parameters that stay, e.g. 7.5M.", panel="Budget")
-    size: str | None = setting(None, help="Most bytes of the checkpoint on disk, e.g. 40GB.", panel="Budget")
-    uniform: bool = setting(False, help="Keep the same number in every layer.", panel="Budget")
+    parameters: str | None = setting(
+        None, help="Most parameters of the pruned model, e.g. 7.5M.", panel="Budget"
+    )
+    size: str | None = setting(
+        None, help="Most bytes of the pruned checkpoint on disk, e.g. 40GB.", panel="Budget"
+    )
+    uniform: bool = setting(False, help="Keep the same number of experts in every layer.", panel="Budget")
     min_per_layer: int = setting(
         0,
-        help="Fewest experts a layer keeps; at least the router's top-k in any case.",
+        help="Fewest experts to keep in a layer; never below the router's top-k.",
         panel="Budget",
         least=0,
     )
@@ -356,21 +390,25 @@ class PruneConfig(CompressConfig):
         "pruned", help="pruned: a checkpoint without the pruned experts; none: no checkpoint.", panel="Output"
     )
     padded: bool = setting(
-        False, help="Fill layers to one count with experts that never win the router.", panel="Output"
+        False,
+        help="Pad all layers to the same number of experts with ones that the router never picks.",
+        panel="Output",
     )
 
     sensitivity: int = setting(
-        28, help="Of the sequences, those for `prior='fisher'`.", panel="Data", least=1
+        28, help="How many of `sequences` are used for `prior='fisher'`.", panel="Data", least=1
     )
-    evaluation: int = setting(48, help="Sequences that judge the result.", panel="Data", least=1)
+    evaluation: int = setting(
+        48, help="Held-out sequences on which results are measured.", panel="Data", least=1
+    )
     length: int = setting(256, help="Tokens per sequence.", panel="Data", least=2)
     by_domain: bool = setting(
-        False, help="Also prune on each domain alone and evaluate on all of them.", panel="Data"
+        False, help="Also prune on each domain of the text alone, and measure on all of them.", panel="Data"
     )
 
     steps: int = setting(50, help="Optimizer steps.", panel="Search", least=0)
     prior: ExpertPrior | None = setting(
-        None, help="Score behind the initial logits; default fisher, of rco-plain none.", panel="Search"
+        None, help="Expert score for the initial logits; default fisher, for rco-plain none.", panel="Search"
     )
     prior_scale: Literal["rank", "global"] = setting(
         "global", help="Initial logits by rank within a layer, or by value across layers.", panel="Search"
@@ -378,7 +416,7 @@ class PruneConfig(CompressConfig):
     prior_strength: float = setting(1.0, help="Scale of the initial logits.", panel="Search", least=0)
     gates: Literal["deployed", "scale"] = setting(
         "deployed",
-        help="What gradients see: experts leave the router, or are scaled to zero after it.",
+        help="How gradients model removal: experts leave the router, or their output is scaled to zero.",
         panel="Search",
     )
 
@@ -414,7 +452,7 @@ class SearchProcesses:
 
     workers: int | None = setting(
         None,
-        help="Processes that run searches at the same time; default: as cores and memory allow, one on a GPU.",
+        help="Processes that search in parallel; default: as cores and memory allow, one on a GPU.",
         panel="Machine",
         least=1,
     )
@@ -437,8 +475,8 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
     seeds: int = setting(3, help="Seeds of each search; the data stay the same.", panel="Comparison", least=1)
     allowance: str | None = setting(
         None,
-        help="What every search may spend: tokens=NUMBER (a backward counts as two), seconds=NUMBER, or both; "
-        "default: the tokens that rco takes.",
+        help="Allowance of every search: tokens=NUMBER (a backward counts as two), seconds=NUMBER, or both; "
+        "default: the tokens that rco needs.",
         panel="Comparison",
     )
     sweep: bool = setting(
@@ -449,10 +487,14 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
     )
     sweep_budgets: int = setting(9, help="Budgets of `sweep`.", panel="Comparison", least=2)
     curves: bool = setting(
-        True, help="Judge each search on its way, too, with the first seed.", panel="Comparison"
+        True,
+        help="Also measure intermediate results of each search, with the first seed.",
+        panel="Comparison",
     )
     tasks: str | None = setting(
-        None, help="Tasks to measure, too: JSONL files or lm-eval names, comma-separated.", panel="Comparison"
+        None,
+        help="Also measure these tasks: JSONL files or lm-eval names, comma-separated.",
+        panel="Comparison",
     )
     limit: int | None = setting(None, help="Items per task.", panel="Comparison", least=1)
 
@@ -547,7 +589,7 @@ class ComparePruneConfig(SearchProcesses, PruneConfig):
     )
     tokens: int | None = setting(
         None,
-        help="Tokens that every search may forward (a backward counts as two); default: what rco takes.",
+        help="Tokens that every search may forward (a backward counts as two); default: what rco needs.",
         panel="Comparison",
         least=1,
     )
