@@ -68,37 +68,78 @@ def comparison():
     return [*lines, "", *against_the_starts(rows, budgets), ""]
 
 
+HEADLINE_METHODS = {
+    "rco": "RCO",
+    "higgs": "HIGGS: each layer measured alone, then an exact knapsack",
+    "fisher": "Fisher information of each layer, then an exact knapsack",
+    "evopress": "EvoPress: evolutionary search",
+    "uniform-fill": "the same width everywhere, the rest spent from the first layer on",
+    "uniform": "the same width everywhere",
+}
+HEADLINE_PLOT = "docs/comparison/smollm2_135m.svg"
+
+
+def headline_data():
+    """The comparison on a real model if it was measured, else on the built-in one, and how to describe it."""
+    data = load("compare_smollm2_135m")
+    if data is not None:
+        return data, "SmolLM2-135M"
+    return load("compare_quantize"), "tiny-llama, a built-in model of 8 million parameters"
+
+
 def headline():
-    """The comparison in six rows and plain words."""
-    data = load("compare_quantize")
+    """The comparison in at most six rows and plain words, with a plot of the real model."""
+    data, model = headline_data()
     if data is None:
         return []
-    methods = {
-        "rco": "RCO",
-        "higgs": "HIGGS: each layer measured alone, then an exact knapsack",
-        "fisher": "Fisher information of each layer, then an exact knapsack",
-        "evopress": "EvoPress: evolutionary search",
-        "uniform-fill": "the same width everywhere, the rest spent from the first layer on",
-        "uniform": "the same width everywhere",
-    }
     budgets = budgets_of(data)
     rows = {(row["method"], row["budget"]): row for row in data["rows"]}
+    seeds = max(row["seeds"] for row in data["rows"])
+    mean = "one seed" if seeds == 1 else f"mean of up to {seeds} seeds"
     lines = [
-        "KL divergence to the original model on held-out text (lower is better), mean of up to "
-        f"{max(row['seeds'] for row in data['rows'])} seeds, for",
-        "tiny-llama, a built-in model of 8 million parameters. All methods choose from the same quantized layers, "
-        "and searches",
-        "process the same number of tokens.",
+        f"KL divergence to the original model on held-out text (lower is better), {mean}, for {model}.",
+        "All methods choose from the same quantized layers, and searches process the same number of tokens.",
         "",
         f"| method | {' | '.join(f'{budget} bits' for budget in budgets)} |",
         "|---|" + "---:|" * len(budgets),
     ]
-    for method, described in methods.items():
+    for method, described in HEADLINE_METHODS.items():
         found = [rows.get((method, budget)) for budget in budgets]
         if any(found):
             cells = [f"{row['kl']:.4f}" if row else "" for row in found]
             lines.append(f"| {described} | {' | '.join(cells)} |")
+    if load("compare_smollm2_135m") is not None:
+        lines += ["", f"![KL against bits per weight, SmolLM2-135M]({HEADLINE_PLOT})"]
     return [*lines, ""]
+
+
+def headline_plot():
+    """KL against bits on the real model: RCO, the best other method, and uniform widths."""
+    from matplotlib.figure import Figure
+
+    data = load("compare_smollm2_135m")
+    if data is None:
+        return
+    budgets = budgets_of(data)
+    kl = {(row["method"], row["budget"]): row["kl"] for row in data["rows"]}
+    others = [m for m in HEADLINE_METHODS if m != "rco" and not m.startswith("uniform")]
+    best = min(others, key=lambda m: statistics.fmean(math.log(kl[m, b]) for b in budgets))
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    styles = {"uniform-fill": ("#999999", "^"), best: ("#d55e00", "s"), "rco": ("#0072b2", "o")}
+    for method, (colour, marker) in styles.items():
+        label = HEADLINE_METHODS[method].partition(":")[0]
+        axes.plot(
+            [float(b) for b in budgets], [kl[method, b] for b in budgets], color=colour, marker=marker,
+            label="uniform" if method == "uniform-fill" else label,
+        )  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_xlabel("average bits per weight")
+    axes.set_ylabel("KL to the original model")
+    axes.set_title("SmolLM2-135M, held-out text", fontsize=10)
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3, which="both")
+    figure.savefig(ROOT / HEADLINE_PLOT, metadata={"Date": None})
 
 
 def mean_and_spread(row):
@@ -185,6 +226,7 @@ def plots():
     """The plots that the command itself draws."""
     from rco.pipeline.compare_figures import draw_comparison
 
+    headline_plot()
     data = load("compare_quantize")
     folder = ROOT / "docs" / "comparison"
     folder.mkdir(exist_ok=True)
