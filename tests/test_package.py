@@ -131,7 +131,7 @@ def test_version_and_listings(capsys):
 
 
 @pytest.mark.parametrize(
-    "verb", ["quantize", "evaluate", "report", "solve", "ls", "bench knapsack", "bench solver"]
+    "verb", ["quantize", "evaluate", "report", "solve", "ls", "bench step", "bench solver"]
 )
 def test_every_help_ends_with_commands(verb, capsys):
     assert main([*verb.split(), "--help"]) == 0

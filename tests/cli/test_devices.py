@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
+import ablations
 import pytest
 import torch
 import typer
-from ablations import AblationConfig
 
 from rco.cli.app import app
 from rco.distributed import Ranks
@@ -26,7 +26,7 @@ CONFIGS = [
     lambda **more: ComparePruneConfig(model="m", experts="0.25", **more),
     lambda **more: EvaluateConfig(paths=["m"], **more),
     lambda **more: ExportConfig(run=Path("r"), **more),
-    lambda **more: AblationConfig(**more),
+    lambda **more: ablations.AblationConfig(**more),
 ]
 
 
@@ -52,12 +52,15 @@ def commands(command, path=()):
 def test_every_verb_has_the_same_device_flag():
     flags = {
         name: next((p for p in command.params if p.name == "device"), None)
-        for name, command in commands(typer.main.get_command(app))
+        for name, command in [
+            *commands(typer.main.get_command(app)),
+            ("benchmarks/ablations.py", typer.main.get_command(ablations.app)),
+        ]
     }
     having = {name for name, flag in flags.items() if flag is not None}
     assert having >= {
         "quantize", "prune", "evaluate", "export", "compare quantize", "compare prune",
-        "bench step", "bench memory", "bench ablations",
+        "bench step", "bench memory", "benchmarks/ablations.py",
     }  # fmt: skip
     assert {(flags[name].default, flags[name].help) for name in having} == {
         ("auto", "auto (cuda if there is one, else mps, else cpu), cpu, cuda, cuda:N or mps.")
