@@ -8,8 +8,7 @@ from rco.formats.grid import Grid, round_to_nearest
 from rco.formats.stacks import decode_segments
 from rco.models.moe.layers import moe_layers
 from rco.models.moe.linears import original_stacks
-from rco.models.moe.options import ExpertOptions
-from rco.models.moe.switch import switchable_experts
+from rco.models.moe.switchable_experts import ExpertOptions, switchable_experts
 from rco.models.shapes import random_model
 
 pytestmark = pytest.mark.gpu

@@ -19,9 +19,8 @@ from rco.models.loading import LoadedModel
 from rco.models.moe.gates import ExpertGates, GateMode
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import ExpertLinear
-from rco.models.moe.options import ExpertOptions
 from rco.models.moe.probes import ProbeRoom
-from rco.models.moe.switch import SwitchableExperts, switchable_experts
+from rco.models.moe.switchable_experts import ExpertOptions, SwitchableExperts, switchable_experts
 from rco.models.switchable_model import GatedModel, gate_choices, make_switchable, switchable_model
 
 __all__ = ["SwitchedModel", "expert_options", "full_head", "option_list", "switched_model"]

@@ -60,7 +60,9 @@ class ExpertWeights:
 
     def option_gradient(self, up: Tensor, down: Tensor, idle: Tensor) -> Tensor:
         """Plain weights have no options."""
-        raise TypeError("Only experts with options have gradients for them; see rco.models.moe.options.")
+        raise TypeError(
+            "Only experts with options have gradients for them; see rco.models.moe.switchable_experts."
+        )
 
 
 class ExpertSource(Protocol):

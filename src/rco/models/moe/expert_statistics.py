@@ -26,8 +26,8 @@ from rco.models.moe.gates import ExpertGates
 from rco.models.moe.grouped import grouped_linear, grouped_outer
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import original_stacks
-from rco.models.moe.options import ExpertOptions, PlacedChoices
 from rco.models.moe.routing import route
+from rco.models.moe.switchable_experts import ExpertOptions, PlacedChoices
 
 __all__ = ["ExpertHessians", "SharedOptions", "expert_sensitivity", "layer_output_errors"]
 

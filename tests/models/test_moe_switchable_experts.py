@@ -10,8 +10,7 @@ from rco.formats.packing import inner_products
 from rco.formats.stacks import decode_segments, stack_rows
 from rco.models.moe.layers import moe_layers
 from rco.models.moe.linears import original_stacks
-from rco.models.moe.options import ExpertOptions, PlacedChoices
-from rco.models.moe.switch import switchable_experts
+from rco.models.moe.switchable_experts import ExpertOptions, PlacedChoices, switchable_experts
 from rco.testing.tiny_models import TINY_MOE_NAMES, tiny_moe, tiny_tokens
 
 WIDTHS = (2, 3, 5)
