@@ -119,6 +119,11 @@ def test_the_notebook_runs_and_has_its_outputs(monkeypatch, capsys, tmp_path):
     assert "/tmp" not in shown
 
 
+def test_no_two_files_of_the_package_have_the_same_name():
+    names = [path.name for path in (ROOT / "src" / "rco").rglob("*.py") if path.name != "__init__.py"]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
 def test_version_and_listings(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("rco ")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from rco.models import loading
 from rco.models.capture import BlockInputs
-from rco.models.files import check_safetensors, file_sha256, folder_fingerprint, weight_files
+from rco.models.checkpoint_files import check_safetensors, file_sha256, folder_fingerprint, weight_files
 from rco.models.loading import check_packing, load_model, pick_device, wrap_model
 from rco.models.zoo import ModelError, find_builtin
 from rco.testing.tiny_models import tiny_model

@@ -12,7 +12,7 @@ _EXPORTS = {
     "ExportSummary": "rco.export.base",
     "Exporter": "rco.export.base",
     "check_exportable": "rco.export.compressed_tensors",
-    "validate_for_engine": "rco.export.engines",
+    "validate_for_engine": "rco.export.engine_checks",
 }
 
 __all__ = sorted(_EXPORTS)

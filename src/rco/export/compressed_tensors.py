@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rco.compression.accounting import Scheme, allocation_tensors, distinct_state, scheme_of
 from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
-from rco.export.engines import validate_for_engine
+from rco.export.engine_checks import validate_for_engine
 from rco.export.expert_code import experts_per_layer, separate_experts_fields, write_expert_code
 from rco.export.expert_targets import expert_pattern, name_experts, one_scheme, written_schemes
 from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint

@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rco.models.checkpoint_files import file_sha256, folder_fingerprint, read_config, weight_files
 from rco.models.device_map import DeviceMap
-from rco.models.files import file_sha256, folder_fingerprint, read_config, weight_files
 from rco.models.layout import ARCHITECTURES, Layout, layout_for
 from rco.models.zoo import ModelError, builtin_models, find_builtin, near_matches
 from rco.requirements import find_problem, require

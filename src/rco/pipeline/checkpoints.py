@@ -19,7 +19,7 @@ from rco.compression.gguf_file import ALIGNMENT
 from rco.compression.plan import PRUNED, CompressionPlan
 from rco.core.problem import Allocation
 from rco.evaluation.size import average_bits, checkpoint_size, read_headers
-from rco.export.engines import validate_for_engine
+from rco.export.engine_checks import validate_for_engine
 from rco.export.recipes import Choice, RecipeExporter
 from rco.formats.packing import PackedWeight
 from rco.models.gguf_names import gguf_names

@@ -22,8 +22,8 @@ from rco.data.calibration import DataSplits, build_splits
 from rco.data.sources import resolve_source
 from rco.distributed import Ranks
 from rco.export.compressed_tensors import check_exportable
+from rco.models.checkpoint_files import read_config
 from rco.models.device_map import DeviceMap
-from rco.models.files import read_config
 from rco.models.loading import LoadedModel, load_model, locate_model, refuse_quantized
 from rco.models.moe.expert_removal import keep_plan
 from rco.models.moe.layers import moe_layers

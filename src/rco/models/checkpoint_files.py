@@ -1,4 +1,4 @@
-"""The files of a checkpoint folder: which there are, whether they are whole, and a hash of what they hold."""
+"""Files of a checkpoint folder: which there are, whether they are complete, and a hash of their content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of an engine, checked on the config that was written."""
+"""Checks of a written config against the rules of an engine."""
 
 from __future__ import annotations
 
