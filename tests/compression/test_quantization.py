@@ -27,6 +27,7 @@ from rco.core.refine import spend
 from rco.data.calibration import CalibrationSet
 from rco.evaluation.size import average_bits, checkpoint_size
 from rco.export.compressed_tensors import CompressedTensorsExporter
+from rco.formats.switchable import LayerOptions
 from rco.models.loading import wrap_model
 from rco.store import CandidateStore
 from rco.testing.tiny_models import tiny_model
@@ -128,7 +129,9 @@ def test_gradient_equals_autograd_through_the_mixture(model_type, tmp_path, monk
         # One direction by central differences through the dense mixture of all options.
         direction = torch.randn(gates.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         step = 1e-3  # the models normalise in float32, whatever their type
-    monkeypatch.setattr(SwitchedModel, "set_gates", lambda _, relaxed, *rest, **more: _relax(backend, relaxed))
+    monkeypatch.setattr(
+        SwitchedModel, "set_gates", lambda _, relaxed, *rest, **more: _relax(backend, relaxed)
+    )
     with backend.objective(data) as objective, torch.no_grad():
         ends = [gates.detach() + sign * step * direction for sign in (1.0, -1.0)]
         values = [float(objective.loss(end, 0)) for end in ends]
@@ -139,10 +142,13 @@ def test_gradient_equals_autograd_through_the_mixture(model_type, tmp_path, monk
 
 
 def _relax(backend, gates):
-    """Gates that are not one-hot, through the same switchable layers."""
+    """Gates that are not one-hot: every layer gets the dense mixture of its options."""
     for name, row in backend.rows.items():
         module = backend.loaded.model.get_submodule(name)
-        module.select(None, gates[row])
+        dense = [each if isinstance(each, torch.Tensor) else each.dequantize() for each in module.options]
+        mixture = sum(gate * weight.to(gates.dtype) for gate, weight in zip(gates[row], dense, strict=True))
+        module._known = LayerOptions([mixture.to(dense[0].dtype)])
+        module.select(0)
 
 
 @pytest.mark.parametrize(("loss", "top_k"), [("kl", None), ("kl", 3), ("cross-entropy", None)])

@@ -18,7 +18,8 @@ from rco.core.knapsack import solve_choices, solve_mckp
 from rco.core.relaxation import gumbel_noise
 from rco.core.result import StepRecord
 from rco.core.search import RCO
-from rco.formats.packing import PackedWeight, inner_products
+from rco.formats.base import Stored
+from rco.formats.products import inner_products
 from rco.formats.switchable import WeightBuffer
 from rco.losses import chunked_kl
 from rco.models.loading import pick_device
@@ -190,7 +191,7 @@ def _loss(case: Case) -> float:
 
 
 def _kernels(
-    layers: list[tuple[list[PackedWeight], int]], dtype: torch.dtype, place: torch.device
+    layers: list[tuple[list[Stored], int]], dtype: torch.dtype, place: torch.device
 ) -> tuple[float, float, dict[str, Any]]:
     """Seconds to decode one option of every layer and to meet all options of every layer with a gradient.
 

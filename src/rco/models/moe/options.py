@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rco.core.transfer import send_together
-from rco.formats.packing import PackedWeight
+from rco.formats.base import Stored
 from rco.formats.stacks import ChosenSegments, by_option, decode_segments
 from rco.formats.streaming import OptionStream, StreamedOptions
 from rco.formats.switchable import LayerOptions, WeightBuffer
@@ -46,8 +46,8 @@ class ExpertOptions:
     def __init__(
         self,
         layer: MoELayer,
-        up: Sequence[PackedWeight | None],
-        down: Sequence[PackedWeight | None],
+        up: Sequence[Stored | None],
+        down: Sequence[Stored | None],
         *,
         pruned: int | None = None,
         buffer: WeightBuffer | None = None,
@@ -149,14 +149,12 @@ class ExpertOptions:
         if self._remembered is not None and self._remembered[0] == own:
             return self._remembered[1]
         if self._streamed is not None:
-            arrived = (option for option in self._streamed.all() if isinstance(option, PackedWeight))
+            arrived = (option for option in self._streamed.all() if isinstance(option, Stored))
             options = [tuple(None if o is None else next(arrived) for o in listed) for listed in options]
         made, copies = [], self._reorders_own()
         for listed, stack, read in zip(options, stacks, (up, down), strict=True):
             # In the place of own weights that nobody reads, so that they are not copied: any other option.
-            there: PackedWeight | Tensor | None = next(
-                (option for option in listed if option is not None), None
-            )
+            there: Stored | Tensor | None = next((option for option in listed if option is not None), None)
             if there is None or (None in listed and (not copies or any(listed[k] is None for k in read))):
                 there = stack.reshape(-1, stack.shape[3])
             filled = [there if option is None else option for option in listed]

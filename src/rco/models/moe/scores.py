@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rco.formats.expert_scores import ExpertScores
+from rco.models.moe.expert_scores import ExpertScores
 from rco.models.moe.experts import ExpertPairs, expert_weights, pair_outputs
 from rco.models.moe.layers import MoELayer, moe_layers
 from rco.models.moe.routing import route

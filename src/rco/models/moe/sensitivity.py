@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from rco.formats.packing import PackedWeight
+from rco.formats.base import Stored
 from rco.models.moe.experts import ExpertPairs, ExpertWeights
 from rco.models.moe.grouped import grouped_linear
 from rco.models.moe.layers import MoELayer
@@ -35,7 +35,7 @@ class SharedOptions:
     """
 
     layer: MoELayer
-    linears: Mapping[str, Sequence[PackedWeight | None]]
+    linears: Mapping[str, Sequence[Stored | None]]
 
     def changes(self, hidden: Tensor) -> dict[str, Tensor]:
         """(K,) squared norms for every linear on some tokens, one linear at one option at a time."""

@@ -63,7 +63,7 @@ class SwitchableExperts:
         one_device = len(self._places) == 1
         return one_device and all(options.follows_places(dtype) for options in self.options.values())
 
-    def check_gates(self, choices: Sequence[int | None]) -> None:
+    def check_gates(self, choices: Sequence[int]) -> None:
         """Refuse choices that leave a router fewer experts than it picks."""
         if self._removed is not None and self.handle.mode == "deployed":
             self.handle.check_deployed(torch.cat(self._staying(self._picked(choices))))
@@ -71,7 +71,7 @@ class SwitchableExperts:
     def set_gates(
         self,
         gates: Tensor,
-        choices: Sequence[int | None],
+        choices: Sequence[int],
         recorded: bool = False,
         mode: GateMode = "deployed",
     ) -> None:
@@ -117,15 +117,10 @@ class SwitchableExperts:
     def _host_rows(self, layers: Sequence[int]) -> Tensor:
         return torch.from_numpy(np.concatenate([self._rows[layer] for layer in layers]))
 
-    def _picked(self, choices: Sequence[int | None]) -> dict[int, NDArray[np.int64]]:
+    def _picked(self, choices: Sequence[int]) -> dict[int, NDArray[np.int64]]:
         """(experts, 3) option of every layer's projections, in host memory."""
-        chosen = np.array([-1 if choice is None else choice for choice in choices], dtype=np.int64)
-        picked = {layer: chosen[rows] for layer, rows in self._rows.items()}
-        for index, taken in picked.items():
-            if (taken < 0).any():
-                name = self.handle.layers[index].name
-                raise ValueError(f"{name} needs one option per expert, not a mixture of options.")
-        return picked
+        chosen = np.array(choices, dtype=np.int64)
+        return {layer: chosen[rows] for layer, rows in self._rows.items()}
 
     def _staying(self, picked: Mapping[int, NDArray[np.int64]]) -> list[Tensor]:
         """Which experts of every sparse layer stay, in host memory."""

@@ -3,7 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rco.formats.expert_scores import ExpertScores, prior_logits
+from rco.compression.priors import logits_from_ranks
+from rco.models.moe.expert_scores import ExpertScores
 
 
 def batch(seed, tokens=30, experts=6, top_k=2):
@@ -72,7 +73,7 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="layer 0 has 6 experts"):
         scores.update(0, *batch(0, experts=5))
     with pytest.raises(ValueError, match="negative"):
-        prior_logits([torch.ones(2)], -1.0)
+        logits_from_ranks([torch.ones(2)], -1.0)
 
 
 @given(
@@ -80,7 +81,7 @@ def test_bad_input_is_named():
 )
 def test_prior_follows_the_order_within_each_layer(rows, strength):
     layers = [torch.tensor(row, dtype=torch.float64) for row in rows]
-    logits = prior_logits(layers, strength).split([len(row) for row in rows])
+    logits = logits_from_ranks(layers, strength).split([len(row) for row in rows])
     for values, prior in zip(layers, logits, strict=True):
         assert float(prior.abs().max()) <= strength + 1e-12
         assert abs(float(prior.sum())) <= 1e-9 * (1 + strength)
