@@ -29,7 +29,7 @@ def main():
 
     from rco.compression.gguf_file import GGUFFile
     from rco.compression.gguf_types import GGUF_WIDTHS
-    from rco.formats.grid import Grid, round_to_nearest
+    from rco.formats.rounding import round_to_nearest
     from rco.models.loading import load_model
     from rco.runs import environment, write_json_atomic
 
@@ -44,7 +44,7 @@ def main():
             kind = file.type_of(info, width)
             if kind is None:
                 continue
-            grid = Grid(kind.scheme.bits, kind.scheme.group_size, kind.scheme.symmetric)
+            grid = kind.scheme
             (packed,) = round_to_nearest(weight, [grid], storage_dtype=loaded.dtype)
             ours = float((packed.dequantize(torch.float32) - weight).double().square().sum())
             theirs = float((llama_cpp(weight, kind.name) - weight).double().square().sum())

@@ -22,8 +22,8 @@ import numba
 import torch
 
 from rco.formats.gptq import gptq
-from rco.formats.grid import Grid
 from rco.formats.hessian import HessianAccumulator
+from rco.formats.integer import IntegerGrid
 from rco.pipeline.configs import QuantizeConfig
 
 SHAPES = [(704, 256), (1024, 1024), (2816, 1024)]
@@ -48,7 +48,7 @@ def correlated_inputs(tokens: int, features: int) -> torch.Tensor:
 def measure(rows: int, cols: int, sweeps: int, tokens: int, group: int, repeats: int) -> dict[str, object]:
     weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(1)).bfloat16()
     batch = correlated_inputs(min(tokens, 4096), cols)
-    grids = [Grid(bits, group) for bits in WIDTHS]
+    grids = [IntegerGrid(bits, group) for bits in WIDTHS]
 
     def accumulate() -> torch.Tensor:
         total = HessianAccumulator(cols)

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from rco.bench.step_bench import run, run_memory, to_markdown
 from rco.formats.gptq import gptq
-from rco.formats.grid import Grid
+from rco.formats.integer import IntegerGrid
 from rco.models.shapes import SHAPES, random_model
 from rco.models.zoo import find_builtin
 from rco.runs import environment
@@ -114,7 +114,7 @@ def gptq_block(out, shape="qwen3-8b"):
                 result = gptq(
                     weight,
                     hessian,
-                    [Grid(b, 128) for b in WIDTHS],
+                    [IntegerGrid(b, 128) for b in WIDTHS],
                     sweeps=sweeps,
                     storage_dtype=torch.bfloat16,
                 )

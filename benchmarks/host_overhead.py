@@ -77,12 +77,12 @@ def pretend():
     triton.cdiv = lambda a, b: -(-a // b)
     triton.language = Language("triton.language")
     sys.modules |= {"triton": triton, "triton.language": triton.language}
-    from rco.formats import packing, switchable, triton_bfloat16, triton_kernels
+    from rco.formats import integer, integer_kernels_bfloat16, integer_kernels_triton, products, switchable
 
-    packing.on_triton_path = lambda tensor: True
-    packing.on_compiled_path = lambda tensor: False
-    triton_kernels.multiprocessors = triton_bfloat16.multiprocessors = lambda device: 132
-    triton_bfloat16._regular = lambda *arguments: True
+    integer.on_triton_path = products.on_triton_path = lambda tensor: True
+    integer.on_compiled_path = products.on_compiled_path = lambda tensor: False
+    integer_kernels_triton.multiprocessors = integer_kernels_bfloat16.multiprocessors = lambda device: 132
+    integer_kernels_bfloat16._regular = lambda *arguments: True
     switchable._outer = lambda gradient, x: gradient.t() @ x
     made = ProbeRoom.__init__
     ProbeRoom.__init__ = lambda self, layers, *, always_counted: made(self, layers, always_counted=False)

@@ -325,7 +325,7 @@ def test_a_call_that_fails_leaves_nothing(llama, clean, stage, inplace):
 
 def test_a_failure_while_weights_are_put_in_place(llama, monkeypatch):
     """All or nothing: the last weight cannot be decoded, so none has been replaced."""
-    from rco.formats.packing import PackedWeight
+    from rco.formats.integer import PackedWeight
 
     model, tokenizer = llama
     before = everything(model)

@@ -11,9 +11,10 @@ import textwrap
 import pytest
 import torch
 
+from rco import formats
 from rco import store as store_module
 from rco.atomic_files import LockedError, WriteError
-from rco.formats.packing import PackedWeight, pack
+from rco.formats.integer import PackedWeight, pack
 from rco.store import CandidateStore, StoreCorruptError, StoreError, StoreMismatchError
 
 IDENTITY = {
@@ -325,3 +326,36 @@ def run_python(code, check=True):
     )
     assert not check or done.returncode == 0, done.stderr
     return done
+
+
+def test_candidates_of_any_format_are_read_as_they_were_written(tmp_path):
+    weight = torch.randn(6, 32)
+    names = ["int3-g8", "original", "removed", "int4-channel-sym"]
+    stored = {name: formats.parse(name).encode(weight) for name in names}
+    with CandidateStore.create_or_resume(tmp_path, IDENTITY, 1) as store:
+        store.write_block(0, {"linear": stored})
+    with CandidateStore.open(tmp_path) as store:
+        assert store.linears == {"linear": names}
+        for name, written in stored.items():
+            read = store.load("linear", name)
+            assert type(read) is type(written)
+            assert read.format == formats.parse(name)
+            assert store.statistics("linear", name)["format"] == name
+            assert torch.equal(read.dequantize(), written.dequantize())
+
+
+@pytest.mark.parametrize("name", ["int3-g8", "int4-g16-sym", "int2-channel"])
+def test_a_store_from_before_formats_had_names_is_read(tmp_path, name):
+    written = formats.parse(name).encode(torch.randn(6, 32))
+    with CandidateStore.create_or_resume(tmp_path, IDENTITY, 1) as store:
+        store.write_block(0, {"linear": {"option": written}})
+    path = tmp_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    entry = manifest["blocks"]["0"]["linears"]["linear"]["option"]
+    del entry["format"]
+    entry["group_size"] = written.group_size
+    path.write_text(json.dumps(manifest))
+    with CandidateStore.open(tmp_path) as store:
+        read = store.load("linear", "option")
+        assert read.format == written.format
+        assert torch.equal(read.dequantize(), written.dequantize())

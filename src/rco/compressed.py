@@ -16,7 +16,7 @@ from rco.compression.deployment import decode_into
 from rco.compression.engines import find_engine
 from rco.core.problem import Allocation
 from rco.core.result import SearchResult
-from rco.formats.packing import PackedWeight
+from rco.formats.base import Stored
 from rco.models.loading import LoadedModel
 from rco.pipeline.checkpoints import export_checkpoint, make_exporter
 from rco.pipeline.compress import Outcome
@@ -107,7 +107,7 @@ class CompressedModel:
             if (outcome.folder / name).exists()
         }
         self.tokenizer: Any = outcome.planned.loaded.tokenizer
-        self._weights: dict[str, PackedWeight] = {}
+        self._weights: dict[str, Stored] = {}
         self._source: LoadedModel | None = None  # made when it is first asked for
         self._decoded = False
         if config.out is None:  # the candidates are about to go

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["EXPORTERS", "METHODS", "load", "unknown_name"]
+__all__ = ["EXPORTERS", "FORMATS", "METHODS", "load", "unknown_name"]
 
 METHODS: dict[str, str] = {
     "rco": "rco.core.search:RCO",
@@ -35,6 +35,11 @@ METHODS: dict[str, str] = {
     "top-global": "rco.baselines.selection:TopGlobal",
     "top-per-block": "rco.baselines.selection:TopPerBlock",
     "random-pick": "rco.baselines.selection:RandomPick",
+}
+FORMATS: dict[str, str] = {
+    "integer": "rco.formats.integer:IntegerGrid",
+    "original": "rco.formats.original:Original",
+    "removed": "rco.formats.removed:Removed",
 }
 EXPORTERS: dict[str, str] = {
     "compressed-tensors": "rco.export.compressed_tensors:CompressedTensorsExporter",

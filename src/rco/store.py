@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rco import formats
 from rco.atomic_files import (
     FolderLock,
     as_json,
@@ -32,7 +33,7 @@ from rco.atomic_files import (
     write_json_atomic,
     write_tensors_atomic,
 )
-from rco.formats.packing import PackedWeight
+from rco.formats.base import Stored
 
 __all__ = ["CandidateStore", "StoreCorruptError", "StoreError", "StoreMismatchError"]
 
@@ -216,7 +217,7 @@ class CandidateStore:
         return {name: list(options) for name, (_, options) in self._linears.items()}
 
     def statistics(self, linear: str, option: str) -> dict[str, Any]:
-        """Packed bytes, bits, shape, group size and the errors that were recorded for one option."""
+        """Format, bits, shape, bytes and the errors that were recorded for one option."""
         return dict(self._entry(linear, option)[1])
 
     @property
@@ -229,7 +230,7 @@ class CandidateStore:
     def write_block(
         self,
         index: int,
-        candidates: Mapping[str, Mapping[str, PackedWeight]],
+        candidates: Mapping[str, Mapping[str, Stored]],
         statistics: Statistics | None = None,
     ) -> None:
         """Write one block's candidates and enter them in the manifest: :meth:`write_file`, then :meth:`enter`."""
@@ -243,7 +244,7 @@ class CandidateStore:
     def write_file(
         self,
         index: int,
-        candidates: Mapping[str, Mapping[str, PackedWeight]],
+        candidates: Mapping[str, Mapping[str, Stored]],
         statistics: Statistics | None = None,
     ) -> dict[str, Any]:
         """Write one block's file without entering it; several processes may do so for different blocks.
@@ -270,15 +271,13 @@ class CandidateStore:
                     raise ValueError(
                         f"Names must not contain '|', got linear {linear!r} and option {option!r}."
                     )
-                parts = {"packed": weight.packed, "scales": weight.scales, "zeros": weight.zeros}
-                for part, tensor in parts.items():
-                    if tensor is not None:
-                        tensors[f"{linear}|{option}|{part}"] = tensor.detach().cpu().contiguous()
+                for part, tensor in weight.tensors.items():
+                    tensors[f"{linear}|{option}|{part}"] = tensor.detach().cpu().contiguous()
                 recorded = (statistics or {}).get(linear, {}).get(option, {})
                 linears[linear][option] = {
-                    "bits": weight.bits,
+                    "format": weight.format.name,
+                    "bits": weight.format.bits,
                     "shape": list(weight.shape),
-                    "group_size": weight.group_size,
                     "packed_bytes": weight.nbytes,
                     **as_json(dict(recorded)),
                 }
@@ -318,28 +317,27 @@ class CandidateStore:
 
     # --- reading ---
 
-    def load(self, linear: str, option: str) -> PackedWeight:
+    def load(self, linear: str, option: str) -> Stored:
         """One candidate, mapped from the file: it takes memory only as it is read."""
         index, entry = self._entry(linear, option)
         file = self._file(index)
         prefix = f"{linear}|{option}|"
+        rows, columns = entry["shape"]
         try:
-            parts = {part: file.get_tensor(prefix + part) for part in ("packed", "scales")}
-            zeros = file.get_tensor(prefix + "zeros") if prefix + "zeros" in file.keys() else None  # noqa: SIM118
-            return PackedWeight(
-                parts["packed"],
-                parts["scales"],
-                zeros,
-                entry["bits"],
-                tuple(entry["shape"]),
-                entry["group_size"],
+            parts = {
+                name.removeprefix(prefix): file.get_tensor(name)
+                for name in file.keys()  # noqa: SIM118 - not a mapping
+                if name.startswith(prefix)
+            }
+            return formats.parse(entry.get("format") or _older_format(entry, parts)).restore(
+                (rows, columns), parts
             )
-        except (SafetensorError, ValueError) as error:
+        except (SafetensorError, ValueError, KeyError) as error:
             raise self._corrupt(index, f"{linear} at {option}: {error}") from error
 
     def load_all(
         self, device: torch.device | str | Mapping[str, torch.device] = "cpu"
-    ) -> dict[str, dict[str, PackedWeight]]:
+    ) -> dict[str, dict[str, Stored]]:
         """Every candidate on a device, or on that of its linear: linear -> option label -> packed weight."""
         place = device if isinstance(device, Mapping) else dict.fromkeys(self.linears, device)
         return {
@@ -406,6 +404,11 @@ class CandidateStore:
             f"{path} is damaged: {reason}. Restore it from a copy, or delete this one file and make it "
             "again with `resume=True`: only the missing block is made again."
         )
+
+
+def _older_format(entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> str:
+    """The format of a candidate from before version 0.2, whose entry has the fields of an integer grid instead."""
+    return f"int{entry['bits']}-g{entry['group_size']}" + ("" if "zeros" in parts else "-sym")
 
 
 def _read_manifest(folder: Path, *, warn: bool = True) -> dict[str, Any]:

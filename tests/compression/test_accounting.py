@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rco.compression.accounting import (
-    DENSE,
     FileLayout,
-    Scheme,
     TensorSpec,
     checkpoint_bytes,
     fixed_bytes,
@@ -26,12 +24,14 @@ from rco.compression.accounting import (
     stored_tensors,
     weight_bits,
 )
+from rco.formats.integer import IntegerGrid
+from rco.formats.original import ORIGINAL
 from rco.models.layout import layout_for
 from rco.testing.tiny_models import tiny_model
 
 SCHEMES = st.one_of(
-    st.just(DENSE),
-    st.builds(Scheme, st.integers(1, 8), st.sampled_from([None, 2, 5, 16, 64, 1000]), st.booleans()),
+    st.just(ORIGINAL),
+    st.builds(IntegerGrid, st.integers(1, 8), st.sampled_from([None, 2, 5, 16, 64, 1000]), st.booleans()),
 )
 
 
@@ -64,7 +64,7 @@ def library_tensors(rows, columns, scheme, dtype):
 @pytest.mark.parametrize("group_size", [None, 8])
 @pytest.mark.parametrize("rows", [3, 64])
 def test_option_tensors_are_those_of_the_library(bits, symmetric, group_size, rows):
-    scheme = Scheme(bits, group_size, symmetric)
+    scheme = IntegerGrid(bits, group_size, symmetric)
     linear = FakeLinear("a.b", rows, 40)
     ours = {
         spec.name.removeprefix("a.b."): (spec.dtype, spec.shape) for spec in option_tensors(linear, scheme)
@@ -139,7 +139,7 @@ def test_sum_of_parts_bounds_the_whole(model_type, tied, data):
     options = {info.name: data.draw(SCHEMES) for info in linears}
     limit = data.draw(st.sampled_from(["5GB", 4096, 20_000, 1]))
     # A tied head that stays as it is costs nothing, one that is quantized is a tensor more.
-    counted = [i for i in linears if not (i.tied and options[i.name].dense)]
+    counted = [i for i in linears if not (i.tied and options[i.name] == ORIGINAL)]
     layout = FileLayout.of(model, limit)
     predicted = fixed_bytes(model, [i.name for i in counted], layout)
     predicted += sum(option_bytes(info, options[info.name], layout) for info in counted)
@@ -154,7 +154,7 @@ def test_slack_is_small_on_a_realistic_size():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16) for _ in range(40)))
     linears = [FakeLinear(str(i), 2048, 2048) for i in range(40)]
-    options = {linear.name: Scheme(2 + i % 7, 128, i % 2 == 0) for i, linear in enumerate(linears)}
+    options = {linear.name: IntegerGrid(2 + i % 7, 128, i % 2 == 0) for i, linear in enumerate(linears)}
     layout = FileLayout.of(model)
     predicted = fixed_bytes(model, list(options), layout)
     predicted += sum(option_bytes(linear, options[linear.name], layout) for linear in linears)
@@ -164,13 +164,13 @@ def test_slack_is_small_on_a_realistic_size():
 
 def test_bits():
     linear = FakeLinear("x", 64, 256)
-    assert weight_bits(linear, Scheme(3, 64)) == 64 * 256 * 3
-    assert weight_bits(linear, DENSE) == 64 * 256 * 16
-    assert stored_bits(linear, DENSE) == 64 * 256 * 16
-    assert stored_bits(linear, Scheme(3, 64)) == 64 * 256 * 3 + 64 * 4 * 16
-    assert stored_bits(linear, Scheme(3, 64, symmetric=False)) == 64 * 256 * 3 + 64 * 4 * (16 + 3)
+    assert weight_bits(linear, IntegerGrid(3, 64, symmetric=True)) == 64 * 256 * 3
+    assert weight_bits(linear, ORIGINAL) == 64 * 256 * 16
+    assert stored_bits(linear, ORIGINAL) == 64 * 256 * 16
+    assert stored_bits(linear, IntegerGrid(3, 64, symmetric=True)) == 64 * 256 * 3 + 64 * 4 * 16
+    assert stored_bits(linear, IntegerGrid(3, 64, symmetric=False)) == 64 * 256 * 3 + 64 * 4 * (16 + 3)
     # Rows are padded to whole words, and that is stored too.
-    assert stored_bits(FakeLinear("x", 1, 11), Scheme(3)) == 64 + 16
+    assert stored_bits(FakeLinear("x", 1, 11), IntegerGrid(3, symmetric=True)) == 64 + 16
 
 
 def test_tied_weights_are_counted_once():
@@ -197,6 +197,6 @@ def test_sizes_and_schemes_are_checked():
             parse_size(bad)
     for arguments in ({"bits": 9}, {"bits": 0}, {"bits": 4, "group_size": 0}):
         with pytest.raises(ValueError, match="got"):
-            Scheme(**arguments)
-    assert Scheme(4, 256).on(256) == Scheme(4)
-    assert Scheme(4, 128).on(256) == Scheme(4, 128)
+            IntegerGrid(**arguments)
+    assert IntegerGrid(4, 256, symmetric=True).on(256) == IntegerGrid(4, symmetric=True)
+    assert IntegerGrid(4, 128, symmetric=True).on(256) == IntegerGrid(4, 128, symmetric=True)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import rco
-from rco.compression.accounting import Scheme, scheme_of
 from rco.compression.budget import Budget
 from rco.compression.candidates import CandidateSettings
 from rco.compression.compression import Compression
@@ -21,7 +20,7 @@ from rco.evaluation.size import average_bits, checkpoint_size
 from rco.export import CompressedTensorsExporter, DenseExporter, validate_for_engine
 from rco.export.compressed_tensors import quantization_config
 from rco.formats.gptq import gptq
-from rco.formats.grid import Grid
+from rco.formats.integer import IntegerGrid
 from rco.models.loading import load_model, wrap_model
 from rco.models.moe.expert_statistics import ExpertHessians
 from rco.models.moe.layers import moe_layers
@@ -245,7 +244,7 @@ def test_candidates_are_gptq_of_each_expert(tmp_path):
         backend.loaded.model(data.tokens[start : start + 2])
     hook.remove()
     expected = gptq(
-        info.weight, hessians.matrices(False)[3], [Grid(3, 8, True)], storage_dtype=torch.float32
+        info.weight, hessians.matrices(False)[3], [IntegerGrid(3, 8, True)], storage_dtype=torch.float32
     ).candidates[0]
     found = backend.weights_of(
         backend.problem(Budget("bits", Fraction(3))).allocation(np.ones(len(backend.plan.groups), dtype=int))
@@ -447,10 +446,10 @@ def test_bytes_hold_for_every_preset_and_engines_take_the_config(serve, widths, 
         CompressedTensorsExporter().export(source, weights, folder, engine=serve)
         assert checkpoint_size(folder)["bytes"] <= budget
     if serve.startswith("vllm"):
-        schemes = {name: scheme_of(packed) for name, packed in weights.items()}
+        schemes = {name: packed.format for name, packed in weights.items()}
         first = next(i for i in backend.plan.experts if i.name in schemes)
         bits = next(w for w in widths if w != schemes[first.name].bits)
-        schemes[first.name] = Scheme(bits, None, True)
+        schemes[first.name] = IntegerGrid(bits, None, True)
         config = {"model_type": "qwen2_moe", "quantization_config": quantization_config(source, schemes)}
         assert any("experts" in line for line in validate_for_engine(config, serve))
 

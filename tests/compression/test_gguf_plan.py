@@ -14,7 +14,7 @@ from rco.compression.compression import Compression
 from rco.compression.gguf_file import GGUFFile
 from rco.compression.plan import make_plan
 from rco.export.llama_cpp import LlamaCppExporter
-from rco.formats.packing import PackedWeight
+from rco.formats.integer import PackedWeight
 from rco.models.layout import layout_for
 from rco.models.loading import wrap_model
 from rco.models.moe.linears import model_linears

@@ -17,7 +17,7 @@ from rco.compression.compression import Compression
 from rco.compression.memory import saved_bytes_per_token, search_memory
 from rco.compression.plan import make_plan, make_removal_plan
 from rco.compression.switched_model import switched_model
-from rco.formats.packing import PackedWeight, pack
+from rco.formats.integer import PackedWeight, pack
 from rco.formats.streaming import STREAM_SLOTS, pinned
 from rco.models.moe.linears import model_linears
 from rco.models.shapes import random_model

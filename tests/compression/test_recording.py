@@ -19,7 +19,7 @@ from rco.compression.candidates import option_label
 from rco.compression.compression import Compression
 from rco.compression.plan import make_plan
 from rco.compression.recording import NumbersOnDevice, Recording
-from rco.formats.packing import PackedWeight
+from rco.formats.integer import PackedWeight
 from rco.formats.switchable import LayerOptions
 from rco.testing.search_cases import WIDTHS, make_case, random_packed, sampled_gates
 

@@ -9,7 +9,7 @@ from expert_cases import experts_case
 from pretend_gpu import GPU, pretend_gpu
 
 from rco.compression.compression import Compression
-from rco.formats.packing import PackedWeight
+from rco.formats.integer import PackedWeight
 from rco.formats.switchable import LayerOptions
 from rco.models.loading import wrap_model
 from rco.testing.search_cases import make_case, sampled_gates

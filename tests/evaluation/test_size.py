@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rco.compression.accounting import DENSE, Scheme, stored_bits, weight_bits
+from rco.compression.accounting import stored_bits, weight_bits
 from rco.data.calibration import CalibrationSet
 from rco.evaluation import (
     EvaluationError,
@@ -17,7 +17,8 @@ from rco.evaluation import (
     measure_perplexity,
 )
 from rco.export import CompressedTensorsExporter, DenseExporter
-from rco.formats.packing import PackedWeight, pack
+from rco.formats.integer import IntegerGrid, PackedWeight, pack
+from rco.formats.original import ORIGINAL
 from rco.models.loading import load_model, wrap_model
 from rco.testing.tiny_models import tiny_model
 
@@ -45,7 +46,7 @@ def export(loaded, schemes, out, exporter=None, **options):
     weights = {
         info.name: random_weight(info, schemes[info.name], generator)
         for info in linears
-        if info.name in schemes and not schemes[info.name].dense
+        if info.name in schemes and schemes[info.name] != ORIGINAL
     }
     return (exporter or CompressedTensorsExporter()).export(loaded, weights, out, **options)
 
@@ -57,8 +58,8 @@ def test_the_certificate_agrees_with_the_plan(tmp_path, seed):
     loaded = wrap_model(tiny_model("llama", dtype=torch.bfloat16, tie_word_embeddings=False))
     linears = loaded.layout.linears(loaded.model, include_head=True)
     options = [
-        DENSE,
-        *(Scheme(b, s, y) for b in range(1, 9) for s in (None, 8, 16) for y in (True, False)),
+        ORIGINAL,
+        *(IntegerGrid(b, s, y) for b in range(1, 9) for s in (None, 8, 16) for y in (True, False)),
     ]
     schemes = {info.name: generator.choice(options) for info in linears}
     summary = export(loaded, schemes, tmp_path / "out", max_shard_size=generator.choice(["5GB", 9000]))
@@ -70,7 +71,7 @@ def test_the_certificate_agrees_with_the_plan(tmp_path, seed):
     assert {name: entry["bits"] for name, entry in found["tensors"].items()} == {
         name: scheme.bits for name, scheme in schemes.items()
     }
-    quantized = {name for name, scheme in schemes.items() if not scheme.dense}
+    quantized = {name for name, scheme in schemes.items() if scheme != ORIGINAL}
     assert average_bits(tmp_path / "out")["tensors"].keys() == quantized
     size = checkpoint_size(tmp_path / "out")
     assert size["bytes"] == summary.total_bytes
@@ -81,7 +82,7 @@ def test_the_certificate_agrees_with_the_plan(tmp_path, seed):
 def test_short_rows_need_the_config(tmp_path):
     loaded = wrap_model(tiny_model("llama", hidden_size=16, head_dim=4, dtype=torch.bfloat16))
     name = "model.layers.0.self_attn.q_proj"
-    export(loaded, {name: Scheme(3, 8)}, tmp_path / "out")
+    export(loaded, {name: IntegerGrid(3, 8, symmetric=True)}, tmp_path / "out")
     assert average_bits(tmp_path / "out")["tensors"][name]["bits"] == 3
     (tmp_path / "out" / "config.json").unlink()
     with pytest.raises(EvaluationError, match="do not determine one width"):
@@ -90,7 +91,7 @@ def test_short_rows_need_the_config(tmp_path):
 
 def test_a_lie_in_the_config_is_noticed(tmp_path):
     loaded = wrap_model(tiny_model("llama", dtype=torch.bfloat16))
-    export(loaded, {"model.layers.0.self_attn.q_proj": Scheme(5)}, tmp_path / "out")
+    export(loaded, {"model.layers.0.self_attn.q_proj": IntegerGrid(5, symmetric=True)}, tmp_path / "out")
     path = tmp_path / "out" / "config.json"
     config = json.loads(path.read_text())
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 2
@@ -125,7 +126,7 @@ def test_packed_and_dense_checkpoints_measure_alike(tmp_path, monkeypatch):
     monkeypatch.setenv("TQDM_DISABLE", "1")
     loaded = load_model("tiny-llama", dtype="float32")
     schemes = {
-        info.name: Scheme(3 + i % 4, 64, i % 2 == 0)
+        info.name: IntegerGrid(3 + i % 4, 64, i % 2 == 0)
         for i, info in enumerate(loaded.layout.linears(loaded.model))
     }
     export(loaded, schemes, tmp_path / "packed")

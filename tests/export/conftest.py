@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rco.formats.packing import PackedWeight, pack
+from rco.formats.integer import PackedWeight, pack
 
 
 def quantize(weight, bits, group_size, symmetric):

@@ -9,12 +9,18 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from rco.compression.accounting import DENSE, FileLayout, Scheme, checkpoint_bytes, fixed_bytes, option_bytes
+from rco.compression.accounting import (
+    FileLayout,
+    checkpoint_bytes,
+    fixed_bytes,
+    option_bytes,
+)
 from rco.export import CompressedTensorsExporter, ExportError, check_exportable, validate_for_engine
 from rco.export.base import atomic_folder
 from rco.export.compressed_tensors import quantization_config
 from rco.export.writer import verify_checkpoint, write_checkpoint
-from rco.formats.packing import packed_words
+from rco.formats.integer import IntegerGrid, packed_words
+from rco.formats.original import ORIGINAL
 from rco.models.layout import ARCHITECTURES, LinearInfo
 from rco.models.loading import load_model, wrap_model
 from rco.models.precision import computing_in
@@ -23,7 +29,7 @@ from rco.testing.tiny_models import tiny_model
 
 EXPORTER = CompressedTensorsExporter()
 SCHEMES = [
-    Scheme(bits, size, symmetric)
+    IntegerGrid(bits, size, symmetric)
     for bits in range(2, 9)
     for size in (None, 8, 16)
     for symmetric in (True, False)
@@ -35,14 +41,14 @@ def packed_model(rtn, loaded, schemes):
     return {
         name: rtn(linears[name].weight, scheme.bits, scheme.group_size, scheme.symmetric)
         for name, scheme in schemes.items()
-        if not scheme.dense
+        if scheme != ORIGINAL
     }
 
 
 def random_schemes(loaded, seed, *, head=False, choices=SCHEMES):
     generator = random.Random(seed)
     linears = loaded.layout.linears(loaded.model, include_head=head)
-    return {info.name: generator.choice([*choices, DENSE]) for info in linears}
+    return {info.name: generator.choice([*choices, ORIGINAL]) for info in linears}
 
 
 def reload(path):
@@ -109,7 +115,9 @@ def test_an_older_reader_is_refused_before_it_fails(rtn, tmp_path, monkeypatch):
 
     loaded = load_model("tiny-llama")
     EXPORTER.export(
-        loaded, packed_model(rtn, loaded, {"model.layers.0.mlp.up_proj": Scheme(3, 8)}), tmp_path / "out"
+        loaded,
+        packed_model(rtn, loaded, {"model.layers.0.mlp.up_proj": IntegerGrid(3, 8, symmetric=True)}),
+        tmp_path / "out",
     )
     reported = requirements.version
     monkeypatch.setattr(
@@ -124,7 +132,10 @@ def test_an_older_reader_is_refused_before_it_fails(rtn, tmp_path, monkeypatch):
 @pytest.mark.parametrize("tied", [True, False])
 def test_quantized_output_layer(rtn, tmp_path, tied):
     loaded = wrap_model(tiny_model("llama", dtype=torch.bfloat16, tie_word_embeddings=tied))
-    schemes = {"lm_head": Scheme(8, 16), "model.layers.0.mlp.up_proj": Scheme(3, 8, False)}
+    schemes = {
+        "lm_head": IntegerGrid(8, 16, symmetric=True),
+        "model.layers.0.mlp.up_proj": IntegerGrid(3, 8, False),
+    }
     check_round_trip(rtn, loaded, schemes, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["tie_word_embeddings"] is False
@@ -143,7 +154,14 @@ def test_built_in_model_with_tokenizer_and_shards(rtn, tmp_path):
 
     loaded = load_model("tiny-llama")
     schemes = random_schemes(
-        loaded, 1, choices=[Scheme(2, 64, False), Scheme(3, 64), Scheme(4), Scheme(8, 32)]
+        loaded,
+        1,
+        choices=[
+            IntegerGrid(2, 64, False),
+            IntegerGrid(3, 64, symmetric=True),
+            IntegerGrid(4, symmetric=True),
+            IntegerGrid(8, 32, symmetric=True),
+        ],
     )
     weights = packed_model(rtn, loaded, schemes)
     summary = EXPORTER.export(loaded, weights, tmp_path / "out", max_shard_size="1MB")
@@ -213,14 +231,14 @@ def test_the_library_validates_the_config(rtn):
         for target in group.targets:
             assert target not in found
             size = group.weights.group_size
-            found[target] = Scheme(group.weights.num_bits, size, group.weights.symmetric)
+            found[target] = IntegerGrid(group.weights.num_bits, size, group.weights.symmetric)
     expected = {
         info.name: schemes[info.name].on(info.in_features)
         for info in loaded.layout.linears(loaded.model)
-        if not schemes[info.name].dense
+        if schemes[info.name] != ORIGINAL
     }
     assert found == expected
-    dense = {name for name, scheme in schemes.items() if scheme.dense}
+    dense = {name for name, scheme in schemes.items() if scheme == ORIGINAL}
     assert set(parsed.ignore) == dense | {"lm_head"}
 
 
@@ -231,9 +249,9 @@ def test_conv1d_names_the_dense_format(rtn, tmp_path):
     loaded = wrap_model(tiny_model("gpt2"))
     linears = loaded.layout.linears(loaded.model)
     with pytest.raises(ExportError, match=r"Conv1D.*format 'dense'"):
-        check_exportable(linears, {linears[0].name: [DENSE, Scheme(4)]})
-    check_exportable(linears, {linears[0].name: DENSE})
-    weights = packed_model(rtn, loaded, {linears[0].name: Scheme(4)})
+        check_exportable(linears, {linears[0].name: [ORIGINAL, IntegerGrid(4, symmetric=True)]})
+    check_exportable(linears, {linears[0].name: ORIGINAL})
+    weights = packed_model(rtn, loaded, {linears[0].name: IntegerGrid(4, symmetric=True)})
     with pytest.raises(ExportError, match="format 'dense'"):
         EXPORTER.export(loaded, weights, tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -243,10 +261,19 @@ def test_ragged_rows_are_refused_in_advance_as_the_library_would_later(rtn, tmp_
     loaded = wrap_model(tiny_model("llama"))
     linears = loaded.layout.linears(loaded.model)
     with pytest.raises(ExportError, match="rows of 48, which groups of 20"):
-        check_exportable(linears, {"model.layers.0.mlp.down_proj": Scheme(4, 20)})
-    check_exportable(linears, {"model.layers.0.mlp.down_proj": [Scheme(4, 24), Scheme(4, 64), Scheme(2)]})
+        check_exportable(linears, {"model.layers.0.mlp.down_proj": IntegerGrid(4, 20, symmetric=True)})
+    check_exportable(
+        linears,
+        {
+            "model.layers.0.mlp.down_proj": [
+                IntegerGrid(4, 24, symmetric=True),
+                IntegerGrid(4, 64, symmetric=True),
+                IntegerGrid(2, symmetric=True),
+            ]
+        },
+    )
     with pytest.raises(ExportError, match="no linear 'elsewhere'"):
-        check_exportable(linears, {"elsewhere": Scheme(4)})
+        check_exportable(linears, {"elsewhere": IntegerGrid(4, symmetric=True)})
 
 
 def test_foreign_weights_are_refused(rtn, tmp_path):
@@ -375,14 +402,14 @@ def _all(scheme, model_type="llama"):
 @pytest.mark.parametrize(
     ("scheme", "vllm", "marlin"),
     [
-        (Scheme(4, 16), True, False),
-        (Scheme(4), True, True),
-        (Scheme(8), True, True),
-        (Scheme(3), True, False),
-        (Scheme(1), False, False),
-        (Scheme(4, None, False), True, True),
-        (Scheme(8, None, False), True, False),
-        (Scheme(3, None, False), False, False),
+        (IntegerGrid(4, 16, symmetric=True), True, False),
+        (IntegerGrid(4, symmetric=True), True, True),
+        (IntegerGrid(8, symmetric=True), True, True),
+        (IntegerGrid(3, symmetric=True), True, False),
+        (IntegerGrid(1, symmetric=True), False, False),
+        (IntegerGrid(4, None, False), True, True),
+        (IntegerGrid(8, None, False), True, False),
+        (IntegerGrid(3, None, False), False, False),
     ],
 )
 def test_engines_take_their_widths(scheme, vllm, marlin):
@@ -394,26 +421,26 @@ def test_engines_take_their_widths(scheme, vllm, marlin):
 
 
 def test_merged_modules_need_one_scheme():
-    mixed = _all(Scheme(4))
-    mixed["model.layers.1.self_attn.k_proj"] = Scheme(8)
+    mixed = _all(IntegerGrid(4, symmetric=True))
+    mixed["model.layers.1.self_attn.k_proj"] = IntegerGrid(8, symmetric=True)
     (violation,) = validate_for_engine(_config(mixed), "vllm")
     assert "model.layers.1.self_attn.q_proj" in violation
     assert "4 bits" in violation
     assert "8 bits" in violation
-    left = _all(Scheme(4))
-    left["model.layers.2.mlp.up_proj"] = DENSE  # on the ignore list, its partner is not
+    left = _all(IntegerGrid(4, symmetric=True))
+    left["model.layers.2.mlp.up_proj"] = ORIGINAL  # on the ignore list, its partner is not
     (violation,) = validate_for_engine(_config(left), "vllm-marlin")
     assert "unquantized" in violation
     assert validate_for_engine(_config(left), "transformers") == []
-    free = _all(Scheme(4))
-    free["model.layers.1.self_attn.o_proj"] = Scheme(8)
-    free["model.layers.1.mlp.down_proj"] = DENSE
+    free = _all(IntegerGrid(4, symmetric=True))
+    free["model.layers.1.self_attn.o_proj"] = IntegerGrid(8, symmetric=True)
+    free["model.layers.1.mlp.down_proj"] = ORIGINAL
     assert validate_for_engine(_config(free), "vllm") == []
 
 
 def test_nothing_is_written_that_the_engine_refuses(rtn, tmp_path):
     loaded = wrap_model(tiny_model("llama"))
-    weights = packed_model(rtn, loaded, {"model.layers.0.self_attn.q_proj": Scheme(4)})
+    weights = packed_model(rtn, loaded, {"model.layers.0.self_attn.q_proj": IntegerGrid(4, symmetric=True)})
     with pytest.raises(ExportError, match=r"vllm would not load this checkpoint: .*q_proj"):
         EXPORTER.export(loaded, weights, tmp_path / "out", engine="vllm")
     assert not list(tmp_path.iterdir())
@@ -421,7 +448,7 @@ def test_nothing_is_written_that_the_engine_refuses(rtn, tmp_path):
 
 
 def test_configs_of_other_hands():
-    config = _config(_all(Scheme(4)))
+    config = _config(_all(IntegerGrid(4, symmetric=True)))
     groups = config["quantization_config"]["config_groups"]
     groups["late"] = {
         **groups["group_0"],
@@ -431,7 +458,7 @@ def test_configs_of_other_hands():
     found = validate_for_engine(config, "vllm")
     assert any("model.layers.0.self_attn.q_proj: matched by group_0 and late" in line for line in found)
     del groups["late"]
-    names = [*_all(Scheme(4)), "model.layers.9.mlp.up_proj"]
+    names = [*_all(IntegerGrid(4, symmetric=True)), "model.layers.9.mlp.up_proj"]
     found = validate_for_engine(config, "vllm", names)
     assert found == ["model.layers.9.mlp.up_proj: neither a target nor on the ignore list."]
     config["quantization_config"]["format"] = "int-quantized"
@@ -448,7 +475,7 @@ def test_every_layer_is_a_target_or_ignored(model_type):
 
     loaded = wrap_model(tiny_model(model_type))
     linears = [info for info in loaded.layout.linears(loaded.model) if not info.transposed]
-    config = quantization_config(loaded, {info.name: Scheme(4) for info in linears})
+    config = quantization_config(loaded, {info.name: IntegerGrid(4, symmetric=True) for info in linears})
     if config is None:
         return
     targets = {target for group in config["config_groups"].values() for target in group["targets"]}
@@ -472,10 +499,13 @@ def test_zero_points_of_a_single_word_are_refused_as_the_library_cannot_read_the
         readable = False
     layer = torch.nn.Linear(16, rows)
     info = LinearInfo("small", layer, "small", "attention", 0, "small", 16, rows, False, True)
-    check_exportable([info], {"small": [Scheme(4, 8), Scheme(4, None, False), Scheme(2, 8, False)]})
+    check_exportable(
+        [info],
+        {"small": [IntegerGrid(4, 8, symmetric=True), IntegerGrid(4, None, False), IntegerGrid(2, 8, False)]},
+    )
     if readable:
-        check_exportable([info], {"small": Scheme(4, 8, False)})
+        check_exportable([info], {"small": IntegerGrid(4, 8, False)})
     else:
         with pytest.raises(ExportError, match="8 rows or fewer"):
-            check_exportable([info], {"small": Scheme(4, 8, False)})
+            check_exportable([info], {"small": IntegerGrid(4, 8, False)})
     assert readable == (rows > 8)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from rco.compression.accounting import DENSE, Scheme
 from rco.compression.budget import Budget
 from rco.compression.candidates import CandidateSettings
 from rco.compression.compression import Compression
@@ -20,6 +19,8 @@ from rco.evaluation.size import read_headers
 from rco.export import CompressedTensorsExporter, DenseExporter, validate_for_engine
 from rco.export.compressed_tensors import quantization_config
 from rco.export.expert_targets import one_scheme, written_schemes
+from rco.formats.integer import IntegerGrid
+from rco.formats.original import ORIGINAL
 from rco.models.loading import _from_pretrained, wrap_model
 from rco.models.moe.layers import MOE_ARCHITECTURES, moe_layers
 from rco.models.moe.linears import ExpertLinear, model_linears
@@ -282,7 +283,13 @@ def test_patterns_name_what_the_names_do(seed):
     name = ["olmoe", "mixtral", "qwen2_moe", "deepseek_v3", "qwen3_moe", "glm4_moe"][seed]
     loaded = wrap_model(tiny_moe(name))
     linears = model_linears(loaded.layout, loaded.model)
-    offered = [Scheme(4, GROUP), Scheme(4, None), Scheme(3, GROUP), Scheme(2, 8, False), DENSE]
+    offered = [
+        IntegerGrid(4, GROUP, symmetric=True),
+        IntegerGrid(4, None, symmetric=True),
+        IntegerGrid(3, GROUP, symmetric=True),
+        IntegerGrid(2, 8, False),
+        ORIGINAL,
+    ]
     by_layer = {layer.index: offered[rng.integers(len(offered))] for layer in moe_layers(loaded.model)}
     schemes = {}
     for info in linears:
@@ -310,18 +317,24 @@ def test_one_scheme_is_symmetric_and_of_every_expert():
     linears = model_linears(loaded.layout, loaded.model)
 
     def stacks(**changed):
-        schemes = dict.fromkeys((info.name for info in linears), Scheme(4, GROUP)) | changed
+        schemes = (
+            dict.fromkeys((info.name for info in linears), IntegerGrid(4, GROUP, symmetric=True)) | changed
+        )
         return one_scheme(linears, written_schemes(linears, schemes))
 
     first = next(info.name for info in linears if isinstance(info, ExpertLinear))
-    assert stacks() == Scheme(4, GROUP)
-    assert stacks(**{linears[0].name: Scheme(2)}) == Scheme(4, GROUP)  # attention has widths of its own
-    assert stacks(**{first: Scheme(3, GROUP)}) is None
-    assert stacks(**{first: DENSE}) is None
-    zeros = dict.fromkeys((info.name for info in linears), Scheme(4, GROUP, False))
+    assert stacks() == IntegerGrid(4, GROUP, symmetric=True)
+    assert stacks(**{linears[0].name: IntegerGrid(2, symmetric=True)}) == IntegerGrid(
+        4, GROUP, symmetric=True
+    )  # attention has widths of its own
+    assert stacks(**{first: IntegerGrid(3, GROUP, symmetric=True)}) is None
+    assert stacks(**{first: ORIGINAL}) is None
+    zeros = dict.fromkeys((info.name for info in linears), IntegerGrid(4, GROUP, False))
     assert stacks(**zeros) is None
     layer = [i.name for i in linears if isinstance(i, ExpertLinear) and i.layer.index == 1]
-    assert stacks(**dict.fromkeys(layer, DENSE)) == Scheme(4, GROUP)  # a layer left alone stays stacked
+    assert stacks(**dict.fromkeys(layer, ORIGINAL)) == IntegerGrid(
+        4, GROUP, symmetric=True
+    )  # a layer left alone stays stacked
 
 
 def test_candidates_do_not_depend_on_what_is_tied(tmp_path):

@@ -13,16 +13,23 @@ from torch import nn
 from transformers import AutoConfig
 
 from rco import registry
-from rco.compression.accounting import DENSE, Scheme
 from rco.export import ExportError
-from rco.formats.grid import Grid, round_to_nearest
+from rco.formats.integer import IntegerGrid
+from rco.formats.original import ORIGINAL
+from rco.formats.rounding import round_to_nearest
 from rco.models.loading import wrap_model
 from rco.models.moe.layers import MOE_ARCHITECTURES
 from rco.models.moe.linears import ExpertLinear, model_linears
 from rco.testing.tiny_models import tiny_model
 
 TOOLS = ["gptqmodel", "llm-compressor", "auto-round"]
-SCHEMES = [Scheme(2, 16), Scheme(4, 8), Scheme(3, 16), DENSE, Scheme(8, 8)]
+SCHEMES = [
+    IntegerGrid(2, 16, symmetric=True),
+    IntegerGrid(4, 8, symmetric=True),
+    IntegerGrid(3, 16, symmetric=True),
+    ORIGINAL,
+    IntegerGrid(8, 8, symmetric=True),
+]
 # Both sides of every matrix are multiples of 32, as AutoRound wants.
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 4, "moe_intermediate_size": 32,
@@ -49,7 +56,7 @@ class Case:
         weights = {
             info.name: round_to_nearest(info.weight, [grid(self.schemes[info.name])])[0]
             for info in self.linears
-            if not self.schemes[info.name].dense
+            if self.schemes[info.name] != ORIGINAL
         }
         registry.load(registry.EXPORTERS, tool, "format")().export(self.loaded, weights, folder)
         (file,) = folder.glob("*.json")
@@ -65,7 +72,7 @@ def sized(architecture):
 
 
 def grid(scheme):
-    return Grid(scheme.bits, scheme.group_size, scheme.symmetric)
+    return IntegerGrid(scheme.bits, scheme.group_size, scheme.symmetric)
 
 
 def takes(architecture, tool, info):
@@ -84,13 +91,13 @@ def named(tool, content):
     if tool == "llm-compressor":
         groups = content["quantization_stage"]["quantization_modifiers"]["GPTQModifier"]["config_groups"]
         pairs = [(name, group["weights"]) for group in groups.values() for name in group["targets"]]
-        return {n: Scheme(w["num_bits"], w["group_size"], w["symmetric"]) for n, w in pairs}
+        return {n: IntegerGrid(w["num_bits"], w["group_size"], w["symmetric"]) for n, w in pairs}
     entries = content["dynamic"] if tool == "gptqmodel" else content["layer_config"]
     found = {}
     for pattern, entry in entries.items():
         name = pattern.removeprefix("-:").strip("^$").replace("\\", "")
         dense = not entry or entry["bits"] == 16
-        found[name] = DENSE if dense else Scheme(entry["bits"], entry["group_size"], entry["sym"])
+        found[name] = ORIGINAL if dense else IntegerGrid(entry["bits"], entry["group_size"], entry["sym"])
     return found
 
 
@@ -99,10 +106,10 @@ def named(tool, content):
 def test_every_linear_has_its_scheme_under_the_tools_name(architecture, tool, tmp_path):
     case = Case(architecture, tool, tmp_path / "out")
     found = named(tool, case.content)
-    wanted = {name: s for name, s in case.wanted.items() if tool != "llm-compressor" or not s.dense}
+    wanted = {name: s for name, s in case.wanted.items() if tool != "llm-compressor" or s != ORIGINAL}
     assert {name: found[name] for name in wanted} == wanted
     # Beyond those: only what AutoRound would take for its own, left alone.
-    assert all(found[name] == DENSE for name in found.keys() - wanted.keys())
+    assert all(found[name] == ORIGINAL for name in found.keys() - wanted.keys())
 
 
 @pytest.mark.parametrize(
@@ -115,7 +122,7 @@ def test_every_linear_has_its_scheme_under_the_tools_name(architecture, tool, tm
 def test_what_gptqmodel_has_no_place_for_is_refused(architecture, message, tmp_path):
     loaded = wrap_model(sized(architecture))
     linears = model_linears(loaded.layout, loaded.model)
-    weights = {info.name: round_to_nearest(info.weight, [Grid(4, 16)])[0] for info in linears}
+    weights = {info.name: round_to_nearest(info.weight, [IntegerGrid(4, 16)])[0] for info in linears}
     exporter = registry.load(registry.EXPORTERS, "gptqmodel", "format")()
     with pytest.raises(ExportError, match=message):
         exporter.export(loaded, weights, tmp_path / "out")
@@ -150,7 +157,7 @@ def test_gptqmodel_itself_has_a_place_for_every_linear(architecture, tmp_path):
     blocks = f"{case.loaded.layout.backbone}.{case.loaded.layout.block_list}."
     for name, scheme in case.wanted.items():
         assert name.removeprefix(blocks).partition(".")[2] in inside
-        if scheme.dense:
+        if scheme == ORIGINAL:
             assert config.dynamic_get(name) is False
         else:
             assert {key: config.dynamic_get(name, key) for key in arguments(scheme)} == arguments(scheme)
@@ -189,8 +196,10 @@ def test_llm_compressor_itself_finds_every_target(architecture, tmp_path):
         for name, module in match_named_modules(model, group.targets):
             assert isinstance(module, nn.Linear)
             assert name not in found
-            found[name] = Scheme(group.weights.num_bits, group.weights.group_size, group.weights.symmetric)
-    assert found == {name: scheme for name, scheme in case.wanted.items() if not scheme.dense}
+            found[name] = IntegerGrid(
+                group.weights.num_bits, group.weights.group_size, group.weights.symmetric
+            )
+    assert found == {name: scheme for name, scheme in case.wanted.items() if scheme != ORIGINAL}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -211,7 +220,7 @@ def test_auto_round_itself_resolves_every_expert(architecture, tmp_path):
         quant_block_list=blocks,
     )
     for name, scheme in case.wanted.items():
-        if scheme.dense:
+        if scheme == ORIGINAL:
             assert resolved[name]["bits"] == 16
         else:
             assert {key: resolved[name][key] for key in arguments(scheme)} == arguments(scheme)

@@ -6,12 +6,13 @@ from fractions import Fraction
 import pytest
 import torch
 
-from rco.compression.accounting import DENSE, Scheme, distinct_state
+from rco.compression.accounting import distinct_state
 from rco.compression.gguf_file import GGUFFile
 from rco.compression.gguf_types import BLOCK_TYPES, GGUF_WIDTHS, block_type, written_type
 from rco.export import ExportError
 from rco.export.llama_cpp import LlamaCppExporter, parse_tensor_types, types_written
-from rco.formats.packing import PackedWeight
+from rco.formats.integer import IntegerGrid, PackedWeight
+from rco.formats.original import ORIGINAL
 from rco.models.gguf_names import gguf_names
 from rco.models.layout import ARCHITECTURES
 from rco.models.loading import wrap_model
@@ -91,7 +92,7 @@ def test_block_sizes_are_those_of_the_gguf_package():
 def test_codes_and_scales_of_a_type_are_those_of_its_grid():
     """Bits of a block: the codes of its grid, and for each group a scale (and a minimum) of 4 to 16 bits."""
     for kind in BLOCK_TYPES.values():
-        if kind.scheme.dense:
+        if kind.scheme == ORIGINAL:
             continue
         groups = kind.block // kind.scheme.group_size
         per_group = 1 if kind.scheme.symmetric else 2
@@ -110,7 +111,7 @@ def test_options_of_a_row_never_make_llama_cpp_fall_back(columns):
             assert columns % 256
         else:
             assert written_type(kind.name, columns) is kind
-            assert kind.scheme == DENSE or kind.scheme.bits == width
+            assert kind.scheme == ORIGINAL or kind.scheme.bits == width
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,10 @@ def test_promised_size_is_that_of_a_file_by_the_gguf_package(llama, tmp_path):
 
 @pytest.mark.parametrize(
     ("scheme", "message"),
-    [(Scheme(4, 64, symmetric=False), "q4_k with 4 bits"), (Scheme(7, 32), "no type of that width")],
+    [
+        (IntegerGrid(4, 64, symmetric=False), "q4_k with 4 bits"),
+        (IntegerGrid(7, 32, symmetric=True), "no type of that width"),
+    ],
 )
 def test_a_search_on_other_grids_is_refused(scheme, message, llama, tmp_path):
     info = linears_of(llama)["model.layers.0.self_attn.q_proj"]

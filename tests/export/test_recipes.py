@@ -9,16 +9,23 @@ import pytest
 import torch
 
 from rco import registry
-from rco.compression.accounting import DENSE, Scheme
 from rco.export import ExportError
 from rco.export.mlx import mlx_paths
+from rco.formats.integer import IntegerGrid
+from rco.formats.original import ORIGINAL
 from rco.models.layout import ARCHITECTURES
 from rco.models.loading import wrap_model
 from rco.models.moe.linears import model_linears
 from rco.testing.tiny_models import tiny_model
 
 RECIPES = ["gptqmodel", "llm-compressor", "auto-round", "mlx"]
-SCHEMES = [Scheme(2, 32, symmetric=False), Scheme(4, 64), Scheme(3, None), Scheme(8, 64), DENSE]
+SCHEMES = [
+    IntegerGrid(2, 32, symmetric=False),
+    IntegerGrid(4, 64, symmetric=True),
+    IntegerGrid(3, None, symmetric=True),
+    IntegerGrid(8, 64, symmetric=True),
+    ORIGINAL,
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +53,7 @@ def chosen(loaded, schemes=SCHEMES):
     """A scheme for every linear, all of them in use, the output layer left alone."""
     names = list(linears_of(loaded))
     found = {name: schemes[i % len(schemes)] for i, name in enumerate(names)}
-    return found | {names[-1]: DENSE}
+    return found | {names[-1]: ORIGINAL}
 
 
 def export(name, loaded, schemes, rtn, out, **keywords):
@@ -54,7 +61,7 @@ def export(name, loaded, schemes, rtn, out, **keywords):
     weights = {
         linear: rtn(linears[linear].weight, scheme.bits, scheme.group_size, scheme.symmetric)
         for linear, scheme in schemes.items()
-        if not scheme.dense
+        if scheme != ORIGINAL
     }
     return registry.load(registry.EXPORTERS, name, "format")().export(loaded, weights, out, **keywords)
 
@@ -68,7 +75,9 @@ def arguments(scheme):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_folder_is_whole_and_is_not_overwritten_unasked(name, llama, rtn, tmp_path):
-    schemes = chosen(llama, [Scheme(4, 64), Scheme(2, 32, symmetric=False), DENSE])
+    schemes = chosen(
+        llama, [IntegerGrid(4, 64, symmetric=True), IntegerGrid(2, 32, symmetric=False), ORIGINAL]
+    )
     summary = export(name, llama, schemes, rtn, tmp_path / "out")
     assert summary.format == name
     assert summary.files == {p.name: p.stat().st_size for p in (tmp_path / "out").iterdir()}
@@ -107,12 +116,12 @@ def test_gptqmodel_rules_give_every_linear_its_scheme(llama, rtn, tmp_path):
     assert not config["lm_head"]
     for name, scheme in schemes.items():
         if name != "lm_head":
-            expected = False if scheme.dense else arguments(scheme)
+            expected = False if scheme == ORIGINAL else arguments(scheme)
             assert gptqmodel_override(config["dynamic"], name) == expected
 
 
 def test_gptqmodel_quantizes_the_output_layer_when_it_was_searched(llama, rtn, tmp_path):
-    export("gptqmodel", llama, {"lm_head": Scheme(8, 64)}, rtn, tmp_path / "out")
+    export("gptqmodel", llama, {"lm_head": IntegerGrid(8, 64, symmetric=True)}, rtn, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "quantize_config.json").read_text())["lm_head"]
 
 
@@ -126,7 +135,7 @@ def test_gptqmodel_itself_reads_the_rules(llama, rtn, tmp_path):
     for name, scheme in schemes.items():
         if name == "lm_head":
             continue
-        if scheme.dense:
+        if scheme == ORIGINAL:
             assert config.dynamic_get(name) is False
         else:
             assert {key: config.dynamic_get(name, key) for key in arguments(scheme)} == arguments(scheme)
@@ -146,8 +155,8 @@ def test_llm_compressor_groups_hold_every_linear_once(llama, rtn, tmp_path):
         assert weights["strategy"] == ("channel" if weights["group_size"] is None else "group")
         for target in group["targets"]:
             assert target not in found
-            found[target] = Scheme(weights["num_bits"], weights["group_size"], weights["symmetric"])
-    assert found == {name: scheme for name, scheme in schemes.items() if not scheme.dense}
+            found[target] = IntegerGrid(weights["num_bits"], weights["group_size"], weights["symmetric"])
+    assert found == {name: scheme for name, scheme in schemes.items() if scheme != ORIGINAL}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -159,11 +168,11 @@ def test_llm_compressor_itself_reads_the_recipe(llama, rtn, tmp_path):
     (modifier,) = recipe.modifiers
     assert type(modifier).__name__ == "GPTQModifier"
     found = {
-        target: Scheme(group.weights.num_bits, group.weights.group_size, group.weights.symmetric)
+        target: IntegerGrid(group.weights.num_bits, group.weights.group_size, group.weights.symmetric)
         for group in modifier.resolved_config.config_groups.values()
         for target in group.targets
     }
-    assert found == {name: scheme for name, scheme in schemes.items() if not scheme.dense}
+    assert found == {name: scheme for name, scheme in schemes.items() if scheme != ORIGINAL}
 
 
 # ---------------------------------------------------------------------------------- AutoRound
@@ -180,21 +189,21 @@ def test_auto_round_names_every_linear_of_a_block(model, rtn, tmp_path, request)
     for name, module in loaded.model.named_modules():
         if not isinstance(module, torch.nn.Linear) or name == "lm_head":
             continue
-        scheme = schemes.get(name, DENSE)  # routers are in no search
+        scheme = schemes.get(name, ORIGINAL)  # routers are in no search
         assert set(config[name]) <= AUTO_ROUND_KEYS
-        expected = {"bits": 16} if scheme.dense else arguments(scheme) | {"data_type": "int"}
+        expected = {"bits": 16} if scheme == ORIGINAL else arguments(scheme) | {"data_type": "int"}
         assert expected.items() <= config[name].items()
 
 
 def test_auto_round_recipe_says_which_format_takes_zero_points_at_8_bits(llama, rtn, tmp_path):
-    export("auto-round", llama, chosen(llama, [Scheme(8, 64, symmetric=False)]), rtn, tmp_path / "out")
+    export("auto-round", llama, chosen(llama, [IntegerGrid(8, 64, symmetric=False)]), rtn, tmp_path / "out")
     assert 'format="llm_compressor"' in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_auto_round_recipe_refuses_what_it_would_leave_alone(rtn, tmp_path):
     odd = wrap_model(tiny_model("llama"))  # 48 rows
     with pytest.raises(ExportError, match="multiples of 32"):
-        export("auto-round", odd, chosen(odd, [Scheme(4, 16)]), rtn, tmp_path / "out")
+        export("auto-round", odd, chosen(odd, [IntegerGrid(4, 16, symmetric=True)]), rtn, tmp_path / "out")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -213,7 +222,7 @@ def test_auto_round_itself_resolves_the_layers(llama, rtn, tmp_path):
     for name, wanted in schemes.items():
         if name == "lm_head":
             assert name not in resolved
-        elif wanted.dense:
+        elif wanted == ORIGINAL:
             assert resolved[name]["bits"] == 16
         else:
             assert {key: resolved[name][key] for key in arguments(wanted)} == arguments(wanted)
@@ -221,7 +230,12 @@ def test_auto_round_itself_resolves_the_layers(llama, rtn, tmp_path):
 
 # ----------------------------------------------------------------------------------------- MLX
 
-MLX_SCHEMES = [Scheme(2, 32, symmetric=False), Scheme(4, 64), Scheme(8, 32), DENSE]
+MLX_SCHEMES = [
+    IntegerGrid(2, 32, symmetric=False),
+    IntegerGrid(4, 64, symmetric=True),
+    IntegerGrid(8, 32, symmetric=True),
+    ORIGINAL,
+]
 
 
 def predicate_of(folder, monkeypatch):
@@ -239,14 +253,22 @@ def test_mlx_predicate_answers_for_every_linear(llama, rtn, tmp_path, monkeypatc
     export("mlx", llama, schemes, rtn, tmp_path / "out")
     predicate = predicate_of(tmp_path / "out", monkeypatch)
     for name, scheme in schemes.items():
-        expected = {"group_size": scheme.group_size, "bits": scheme.bits, "mode": "affine"}
-        assert predicate(name, None) == (False if scheme.dense else expected)
+        expected = scheme != ORIGINAL and {
+            "group_size": scheme.group_size,
+            "bits": scheme.bits,
+            "mode": "affine",
+        }
+        assert predicate(name, None) == expected
     assert predicate("model.embed_tokens", None) is False
 
 
 @pytest.mark.parametrize(
     ("scheme", "message"),
-    [(Scheme(7, 64), "7 bits"), (Scheme(4, 16), "groups of 16"), (Scheme(4, None), "groups of 256")],
+    [
+        (IntegerGrid(7, 64, symmetric=True), "7 bits"),
+        (IntegerGrid(4, 16, symmetric=True), "groups of 16"),
+        (IntegerGrid(4, None, symmetric=True), "groups of 256"),
+    ],
 )
 def test_mlx_recipe_refuses_grids_that_mlx_lacks(scheme, message, llama, rtn, tmp_path):
     with pytest.raises(ExportError, match=message):
@@ -316,7 +338,7 @@ def test_mlx_itself_quantizes_by_the_table(llama, rtn, tmp_path):
     )  # fmt: skip
     modules = dict(model.named_modules())
     for name, scheme in schemes.items():
-        if scheme.dense:
+        if scheme == ORIGINAL:
             assert isinstance(modules[name], nn.Linear)
         else:
             assert (modules[name].bits, modules[name].group_size) == (scheme.bits, scheme.group_size)

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rco.formats import descent as descent_module
-from rco.formats import grid as grid_module
-from rco.formats.descent import descend
-from rco.formats.gptq import gptq
-from rco.formats.grid import FitSettings, Grid, fit_groups, nearest_codes
+from rco.formats import gptq as gptq_module
+from rco.formats import rounding as rounding_module
+from rco.formats.gptq import descend, gptq
+from rco.formats.integer import IntegerGrid
+from rco.formats.rounding import FitSettings, fit_groups, nearest_codes
 
 
 def problem(rows: int = 40, cols: int = 70, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,13 +18,13 @@ def problem(rows: int = 40, cols: int = 70, seed: int = 0) -> tuple[torch.Tensor
     return weight, inputs.T @ inputs / 300
 
 
-def start(weight: torch.Tensor, grid: Grid, fit: FitSettings) -> tuple[torch.Tensor, ...]:
+def start(weight: torch.Tensor, grid: IntegerGrid, fit: FitSettings) -> tuple[torch.Tensor, ...]:
     scales, zeros = fit_groups(weight, grid, fit, torch.ones(weight.shape[1], dtype=weight.dtype))
     return nearest_codes(weight, scales, zeros, grid), scales, zeros
 
 
 def losses_of(weight, hessian, grid, fit, parts) -> torch.Tensor:
-    difference = grid_module.differences(weight, *parts, grid, fit)[0].double()
+    difference = rounding_module.differences(weight, *parts, grid, fit)[0].double()
     return ((difference @ hessian) * difference).sum(dim=1)
 
 
@@ -33,7 +33,7 @@ def losses_of(weight, hessian, grid, fit, parts) -> torch.Tensor:
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_ends_where_no_single_code_can_improve(storage: torch.dtype, bits: int, symmetric: bool) -> None:
     weight, hessian = problem()
-    grid, fit = Grid(bits, 16, symmetric), FitSettings("search", storage)
+    grid, fit = IntegerGrid(bits, 16, symmetric), FitSettings("search", storage)
     codes, scales, zeros = start(weight, grid, fit)
     before = losses_of(weight, hessian, grid, fit, (codes, scales, zeros))
     change = descend(weight, hessian, grid, fit, codes, scales, zeros, sweeps=1000, block=32)
@@ -55,10 +55,10 @@ def test_portable_descent_agrees_with_compiled(monkeypatch: pytest.MonkeyPatch) 
     weight, hessian = problem()
     hessian[5] = 0
     hessian[:, 5] = 0
-    grid, fit = Grid(3, 16), FitSettings("search", torch.bfloat16)
+    grid, fit = IntegerGrid(3, 16), FitSettings("search", torch.bfloat16)
     compiled, portable = start(weight, grid, fit), start(weight, grid, fit)
     change = descend(weight, hessian, grid, fit, *compiled, sweeps=3, block=32)
-    monkeypatch.setattr(descent_module, "on_compiled_path", lambda tensor: False)
+    monkeypatch.setattr(gptq_module, "on_compiled_path", lambda tensor: False)
     again = descend(weight, hessian, grid, fit, *portable, sweeps=3, block=32)
     assert torch.equal(compiled[0], portable[0])
     assert torch.allclose(change, again)
@@ -68,7 +68,7 @@ def test_portable_descent_agrees_with_compiled(monkeypatch: pytest.MonkeyPatch) 
 def test_sweeps_lower_the_error_of_gptq_and_change_no_range(act_order: bool) -> None:
     weight, hessian = problem(100, 90)
     weight = weight.float()
-    grids = [Grid(2, 32), Grid(3, None, True), Grid(4, 32)]
+    grids = [IntegerGrid(2, 32), IntegerGrid(3, None, True), IntegerGrid(4, 32)]
     plain, swept = (gptq(weight, hessian, grids, act_order=act_order, sweeps=n) for n in (0, 4))
     assert (swept.errors < 0.97 * plain.errors).all()
     for k, packed in enumerate(swept.candidates):

@@ -8,13 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rco.formats import gptq_columns as columns_module
-from rco.formats import grid as grid_module
-from rco.formats.gptq import gptq
-from rco.formats.gptq_columns import block_edges
-from rco.formats.grid import Grid, round_to_nearest
+from rco.formats import gptq as gptq_module
+from rco.formats import rounding as rounding_module
+from rco.formats.gptq import block_edges, gptq
 from rco.formats.hessian import HessianAccumulator
-from rco.formats.packing import PackedWeight
+from rco.formats.integer import IntegerGrid, PackedWeight
+from rco.formats.rounding import round_to_nearest
 
 
 def layer(rows: int, cols: int, tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,17 +32,22 @@ def row_errors(weight: torch.Tensor, packed: PackedWeight, hessian: torch.Tensor
 
 
 def grid_of(
-    group: torch.Tensor, grid: Grid, importance: torch.Tensor, clip: str
+    group: torch.Tensor, grid: IntegerGrid, importance: torch.Tensor, clip: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and zero of one group by the package's own policy, read back from a rounded group."""
-    whole = Grid(grid.bits, None, grid.symmetric)
+    whole = IntegerGrid(grid.bits, None, grid.symmetric)
     packed = round_to_nearest(group.contiguous(), [whole], importance=importance, clip=clip)[0]  # type: ignore[arg-type]
     zero = torch.full_like(packed.scales, 1 << (grid.bits - 1))
     return packed.scales[:, 0], (zero if packed.zeros is None else packed.zeros.double())[:, 0]
 
 
 def slow_gptq(
-    weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, damp: float, clip: str, act_order: bool = False
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    grid: IntegerGrid,
+    damp: float,
+    clip: str,
+    act_order: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One column at a time, each with the inverse Hessian of what is left; no blocks, no Cholesky factor."""
     rows, cols = weight.shape
@@ -91,7 +95,7 @@ def test_codes_are_those_of_a_slow_reference(
     bits: int, cols: int, group: int | None, block: int, symmetric: bool
 ) -> None:
     weight, hessian = layer(70, cols, 200, seed=bits)
-    grid = Grid(bits, group, symmetric)
+    grid = IntegerGrid(bits, group, symmetric)
     for clip in ("search", "minmax"):
         result = gptq(weight, hessian, [grid], block=block, clip=clip)  # type: ignore[arg-type]
         found = result.candidates[0]
@@ -114,7 +118,7 @@ def test_codes_are_those_of_a_slow_reference(
 @pytest.mark.parametrize("group", [16, 30, None])
 def test_activation_order_is_that_of_a_slow_reference(bits: int, group: int | None) -> None:
     weight, hessian = layer(40, 70, 200)
-    grid = Grid(bits, group)
+    grid = IntegerGrid(bits, group)
     result = gptq(weight, hessian, [grid], act_order=True, block=32)
     codes, scales = slow_gptq(weight, hessian, grid, 0.01, "search", act_order=True)
     same = (result.candidates[0].codes() == codes).all(dim=1)
@@ -130,7 +134,7 @@ def test_diagonal_hessian_gives_rounding_to_nearest() -> None:
         0.1 + torch.rand(48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     )
     importance = hessian.diagonal() + 0.01 * hessian.diagonal().mean()
-    grids = [Grid(2, 16), Grid(3, None, True), Grid(8, 20)]
+    grids = [IntegerGrid(2, 16), IntegerGrid(3, None, True), IntegerGrid(8, 20)]
     for act_order in (False, True):
         found = gptq(weight, hessian, grids, act_order=act_order).candidates
         for ours, theirs in zip(found, round_to_nearest(weight, grids, importance=importance), strict=True):
@@ -158,7 +162,7 @@ def test_never_above_rounding_to_nearest(
 ) -> None:  # fmt: skip
     weight, hessian = layer(rows, cols, tokens, seed)
     weight = weight.to(dtype)
-    grid = Grid(bits, group, symmetric)
+    grid = IntegerGrid(bits, group, symmetric)
     result = gptq(weight, hessian, [grid], damp=damp, act_order=act_order, clip=clip)  # type: ignore[arg-type]
     importance = hessian.diagonal() + result.damp * hessian.diagonal().mean()
     nearest = round_to_nearest(weight, [grid], importance=importance, clip=clip)[0]  # type: ignore[arg-type]
@@ -172,7 +176,7 @@ def test_never_above_rounding_to_nearest(
 def test_error_is_well_below_rounding_and_reported_exactly() -> None:
     weight, hessian = layer(64, 96, 400)
     weight = weight.float()
-    grids = [Grid(bits, 32, symmetric) for bits in range(2, 9) for symmetric in (True, False)]
+    grids = [IntegerGrid(bits, 32, symmetric) for bits in range(2, 9) for symmetric in (True, False)]
     result = gptq(weight, hessian.float(), grids, storage_dtype=torch.bfloat16)
     total = ((weight.double() @ hessian) * weight.double()).sum()
     for k, packed in enumerate(result.candidates):
@@ -189,7 +193,10 @@ def test_error_is_well_below_rounding_and_reported_exactly() -> None:
 def test_all_widths_at_once_are_the_single_ones_bit_for_bit(dtype: torch.dtype, act_order: bool) -> None:
     weight, hessian = layer(150, 200, 500)
     weight = weight.to(dtype)
-    grids = [Grid(bits, 64) for bits in range(2, 9)] + [Grid(3, None, True), Grid(4, 48, True)]
+    grids = [IntegerGrid(bits, 64) for bits in range(2, 9)] + [
+        IntegerGrid(3, None, True),
+        IntegerGrid(4, 48, True),
+    ]
     together = gptq(weight, hessian, grids, act_order=act_order)
     for k, (grid, shared) in enumerate(zip(grids, together.candidates, strict=True)):
         single = gptq(weight, hessian, [grid], act_order=act_order)
@@ -208,7 +215,7 @@ def test_result_does_not_depend_on_the_number_of_threads_within_a_block() -> Non
         found = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(gptq(weight, hessian, [Grid(3, 16), Grid(4, 16)]).candidates)
+            found.append(gptq(weight, hessian, [IntegerGrid(3, 16), IntegerGrid(4, 16)]).candidates)
     finally:
         torch.set_num_threads(before)
     for other in found[1:]:
@@ -218,9 +225,9 @@ def test_result_does_not_depend_on_the_number_of_threads_within_a_block() -> Non
 @pytest.mark.parametrize("act_order", [False, True])
 def test_portable_columns_agree_with_compiled(act_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, hessian = layer(30, 90, 300)
-    grids = [Grid(2, 32), Grid(3, None, True), Grid(5, 16, True), Grid(8, 7)]
+    grids = [IntegerGrid(2, 32), IntegerGrid(3, None, True), IntegerGrid(5, 16, True), IntegerGrid(8, 7)]
     compiled = gptq(weight, hessian, grids, act_order=act_order, block=32)
-    for module in (columns_module, grid_module):
+    for module in (gptq_module, rounding_module):
         monkeypatch.setattr(module, "on_compiled_path", lambda tensor: False)
     portable = gptq(weight, hessian, grids, act_order=act_order, block=32)
     for a, b in zip(compiled.candidates, portable.candidates, strict=True):
@@ -236,26 +243,28 @@ def test_dead_columns_are_rounded_and_disturb_nothing() -> None:
     hessian[dead] = 0
     hessian[:, dead] = 0
     for act_order in (False, True):
-        packed = gptq(weight, hessian, [Grid(4, 8)], act_order=act_order).candidates[0]
+        packed = gptq(weight, hessian, [IntegerGrid(4, 8)], act_order=act_order).candidates[0]
         decoded = packed.dequantize()
         scale = packed.scales.repeat_interleave(8, dim=1)
         low = (0 - packed.zeros.double().repeat_interleave(8, dim=1)) * scale
         high = low + 15 * scale
         clipped = torch.minimum(torch.maximum(weight, low), high)
         assert ((decoded - clipped).abs() <= scale / 2 * (1 + 1e-9))[:, dead].all()
-    per_row = [Grid(4, 1)]
+    per_row = [IntegerGrid(4, 1)]
     whole = gptq(weight, hessian, per_row).candidates[0]
     part = gptq(weight[:, alive], hessian[alive][:, alive], per_row, damp=0.01 * 37 / 40).candidates[0]
     assert torch.equal(whole.codes()[:, alive], part.codes())
-    nothing = gptq(weight, torch.zeros(40, 40), [Grid(3, 8)])
-    assert torch.equal(nothing.candidates[0].codes(), round_to_nearest(weight, [Grid(3, 8)])[0].codes())
+    nothing = gptq(weight, torch.zeros(40, 40), [IntegerGrid(3, 8)])
+    assert torch.equal(
+        nothing.candidates[0].codes(), round_to_nearest(weight, [IntegerGrid(3, 8)])[0].codes()
+    )
     assert nothing.errors[0] == 0
 
 
 def test_singular_hessian_is_damped_until_it_has_a_factor(caplog: pytest.LogCaptureFixture) -> None:
     weight, hessian = layer(10, 30, 2)
     with caplog.at_level(logging.WARNING, logger="rco.formats.gptq"):
-        result = gptq(weight, hessian, [Grid(3)], damp=0.0)
+        result = gptq(weight, hessian, [IntegerGrid(3)], damp=0.0)
     assert result.damp > 0
     assert "dampening raised" in caplog.text
     assert torch.isfinite(result.candidates[0].dequantize()).all()
@@ -277,18 +286,18 @@ def test_blocks_cover_all_columns_and_cut_no_group_that_starts_inside(
 def test_bad_input_is_named() -> None:
     weight, hessian = layer(4, 6, 20)
     with pytest.raises(ValueError, match=r"\(6, 6\) Hessian"):
-        gptq(weight, hessian[:5, :5], [Grid(2)])
+        gptq(weight, hessian[:5, :5], [IntegerGrid(2)])
     with pytest.raises(ValueError, match="Hessian has NaN"):
-        gptq(weight, hessian * torch.nan, [Grid(2)])
+        gptq(weight, hessian * torch.nan, [IntegerGrid(2)])
     with pytest.raises(ValueError, match="negative diagonal"):
-        gptq(weight, -hessian, [Grid(2)])
+        gptq(weight, -hessian, [IntegerGrid(2)])
     with pytest.raises(ValueError, match="must not be negative"):
-        gptq(weight, hessian, [Grid(2)], damp=-1)
+        gptq(weight, hessian, [IntegerGrid(2)], damp=-1)
     with pytest.raises(ValueError, match="no Cholesky factor"):
-        gptq(weight, torch.ones(6, 6) - 1e12 * (1 - torch.eye(6)), [Grid(2)])
+        gptq(weight, torch.ones(6, 6) - 1e12 * (1 - torch.eye(6)), [IntegerGrid(2)])
     weight[0, 0] = torch.inf
     with pytest.raises(ValueError, match="row 0, column 0"):
-        gptq(weight, hessian, [Grid(2)])
+        gptq(weight, hessian, [IntegerGrid(2)])
 
 
 def test_hessian_accumulator_counts_masked_tokens_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 SCRIPT = """
 import sys
 import numpy as np
-from rco.formats import cpu_kernels as kernels
+from rco.formats import integer_kernels_cpu as kernels
 
 def packed(bits):
     codes = np.random.default_rng(bits).integers(0, 1 << bits, size=(4, 32)).astype(np.uint8)

@@ -10,7 +10,7 @@ import torch
 
 import rco.formats
 
-KERNELS = ("triton_kernels", "triton_bfloat16", "triton_gptq")
+KERNELS = ("integer_kernels_triton", "integer_kernels_bfloat16", "gptq_kernels_triton")
 
 
 class Language(types.ModuleType):

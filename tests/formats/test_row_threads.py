@@ -1,4 +1,4 @@
-"""Rows spread over torch's own threads, or over plain ones where there are none."""
+"""Rows of the compiled kernels spread over threads."""
 
 import os
 import subprocess
@@ -9,17 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from rco.formats import row_threads
-from rco.formats.row_threads import over_rows
+from rco.formats.integer_kernels_cpu import over_rows
 
 
-@pytest.fixture(params=["torch's threads", "plain threads"])
-def threads(request, monkeypatch):
-    if request.param == "plain threads":
-        monkeypatch.setattr(row_threads, "_torch_region", lambda: None)
+@pytest.fixture
+def threads():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
-    yield request.param
+    yield
     torch.set_num_threads(before)
 
 
@@ -61,7 +58,7 @@ def test_a_failure_reaches_the_caller_and_the_threads_go_on(threads):
 FORK = """
 import os
 import torch
-from rco.formats.row_threads import over_rows
+from rco.formats.integer_kernels_cpu import over_rows
 
 torch.set_num_threads(2)
 count = lambda: (seen := [], over_rows(64, 1 << 16, lambda a, b: seen.append(b - a)))[0]

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rco.formats.gptq import gptq
-from rco.formats.grid import Grid, round_to_nearest
+from rco.formats.integer import IntegerGrid
+from rco.formats.rounding import round_to_nearest
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +22,7 @@ def layer(rows, cols, tokens, seed=0):
 def test_ranges_are_those_of_the_cpu(group, symmetric, storage):
     weight, _ = layer(150, 320, 10)
     weight[3] = 0.0
-    grids = [Grid(bits, group, symmetric) for bits in range(2, 9)]
+    grids = [IntegerGrid(bits, group, symmetric) for bits in range(2, 9)]
     for here, there in zip(
         round_to_nearest(weight, grids, storage_dtype=storage),
         round_to_nearest(weight.cuda(), grids, storage_dtype=storage),
@@ -40,7 +41,7 @@ def test_ranges_are_those_of_the_cpu(group, symmetric, storage):
 )
 def test_gptq_is_that_of_the_cpu(group, storage, act_order):
     weight, hessian = layer(150, 320, 800)
-    grids = [Grid(bits, group) for bits in range(2, 9)]
+    grids = [IntegerGrid(bits, group) for bits in range(2, 9)]
     here = gptq(weight, hessian, grids, act_order=act_order, sweeps=2, storage_dtype=storage)
     there = gptq(weight.cuda(), hessian.cuda(), grids, act_order=act_order, sweeps=2, storage_dtype=storage)
     for a, b in zip(here.candidates, there.candidates, strict=True):
@@ -58,7 +59,7 @@ def test_gptq_is_that_of_the_cpu(group, storage, act_order):
 
 def test_float64_is_worked_on_in_float64():
     weight, hessian = layer(40, 96, 300)
-    grids = [Grid(3, 32), Grid(4, None, True)]
+    grids = [IntegerGrid(3, 32), IntegerGrid(4, None, True)]
     here = gptq(weight.double(), hessian.double(), grids, sweeps=2)
     there = gptq(weight.double().cuda(), hessian.double().cuda(), grids, sweeps=2)
     for a, b in zip(here.candidates, there.candidates, strict=True):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from rco.formats.grid import Grid, round_to_nearest
+from rco.formats.integer import IntegerGrid
+from rco.formats.rounding import round_to_nearest
 from rco.formats.stacks import decode_segments
 from rco.models.moe.layers import moe_layers
 from rco.models.moe.linears import original_stacks
@@ -24,11 +25,11 @@ WIDTHS = range(2, 9)
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_stacks_at_mixed_widths_decode_as_on_the_cpu(experts, rows, cols, group, symmetric, dtype):
-    from rco.formats import gpu  # needs Triton
+    from rco.formats import integer_kernels_gpu as gpu  # needs Triton
 
     generator = torch.Generator().manual_seed(experts)
     weight = torch.randn(experts * rows, cols, generator=generator)
-    grids = [Grid(bits, group, symmetric) for bits in WIDTHS]
+    grids = [IntegerGrid(bits, group, symmetric) for bits in WIDTHS]
     options = [*round_to_nearest(weight, grids, storage_dtype=dtype), weight.to(dtype)]
     moved = [option.to(CUDA) for option in options]
     rng = np.random.default_rng(rows)
@@ -52,7 +53,7 @@ def test_experts_and_their_gradients_are_those_of_float64(group):
     made = random_model("quick-moe", device="cpu", dtype=torch.bfloat16, layers=1).model
     layer = moe_layers(made)[0]
     experts, count = layer.num_experts, len(WIDTHS) + 1  # the last option is the original
-    grids = [Grid(bits, group) for bits in WIDTHS]
+    grids = [IntegerGrid(bits, group) for bits in WIDTHS]
     packed = [
         round_to_nearest(stack.reshape(-1, stack.shape[3]).float(), grids, storage_dtype=torch.bfloat16)
         for stack in original_stacks(layer)

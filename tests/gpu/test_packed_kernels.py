@@ -3,11 +3,14 @@
 import pytest
 import torch
 
-from rco.formats.packing import PackedWeight, inner_products, pack
+from rco.formats.integer import PackedWeight, pack
+from rco.formats.products import inner_products
 from rco.formats.streaming import OptionStream
 from rco.formats.switchable import Selection, SwitchableLinear, switchable_linear
 
-gpu = pytest.importorskip("rco.formats.gpu", reason="the kernels are Triton's", exc_type=ImportError)
+gpu = pytest.importorskip(
+    "rco.formats.integer_kernels_gpu", reason="the kernels are Triton's", exc_type=ImportError
+)
 
 pytestmark = pytest.mark.gpu
 

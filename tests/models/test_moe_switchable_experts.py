@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from rco.formats.grid import Grid, round_to_nearest
-from rco.formats.packing import inner_products
+from rco.formats.integer import IntegerGrid
+from rco.formats.products import inner_products
+from rco.formats.rounding import round_to_nearest
 from rco.formats.stacks import decode_segments, stack_rows
 from rco.models.moe.layers import moe_layers
 from rco.models.moe.linears import original_stacks
@@ -30,7 +31,7 @@ def make_options(model, pruned=None):
         stacks = []
         for stack in original_stacks(layer):
             flat = stack.reshape(-1, stack.shape[3])
-            packed = round_to_nearest(flat, [Grid(w, 8) for w in WIDTHS], storage_dtype=torch.float64)
+            packed = round_to_nearest(flat, [IntegerGrid(w, 8) for w in WIDTHS], storage_dtype=torch.float64)
             stacks.append([*packed, None])
         if pruned is not None:
             stacks = [[None, *stack] for stack in stacks]
@@ -160,7 +161,7 @@ def test_pruned_experts_are_routed_around(name):
 def test_stacks_decode_and_multiply_like_their_matrices(dtype, symmetric):
     generator = torch.Generator().manual_seed(0)
     matrices = [torch.randn(6, 20, generator=generator) for _ in range(5)]
-    grids = [Grid(w, 8, symmetric) for w in (2, 3, 8)]
+    grids = [IntegerGrid(w, 8, symmetric) for w in (2, 3, 8)]
     each = [round_to_nearest(m, grids, storage_dtype=dtype) for m in matrices]
     stacks = [stack_rows([options[k] for options in each]) for k in range(3)]
     dense = torch.cat(matrices)

@@ -17,7 +17,8 @@ from rco.compression.memory import search_memory
 from rco.core.knapsack import solve_choices
 from rco.core.result import StepRecord
 from rco.core.search import RCO
-from rco.formats.packing import PackedWeight, inner_products
+from rco.formats.base import Stored
+from rco.formats.products import inner_products
 from rco.formats.switchable import WeightBuffer
 from rco.losses import chunked_kl
 from rco.models.loading import pick_device
@@ -182,7 +183,7 @@ def _loss(case: Case) -> float:
 
 
 def _kernels(
-    layers: list[tuple[list[PackedWeight], int]], dtype: torch.dtype, place: torch.device
+    layers: list[tuple[list[Stored], int]], dtype: torch.dtype, place: torch.device
 ) -> tuple[float, float, dict[str, Any]]:
     """Seconds to decode one option of every layer and to meet all options of every layer with a gradient.
 

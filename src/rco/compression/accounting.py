@@ -24,15 +24,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from rco.formats.packing import PackedWeight, packed_words
+from rco.formats.base import Format
+from rco.formats.original import ORIGINAL
 from rco.models.moe.layers import stored_names
 
 __all__ = [
-    "DENSE",
     "DTYPE_NAMES",
     "FileLayout",
     "LinearLike",
-    "Scheme",
     "TensorSpec",
     "allocation_tensors",
     "checkpoint_bytes",
@@ -44,13 +43,11 @@ __all__ = [
     "parse_size",
     "plan_shards",
     "safetensors_header",
-    "scheme_of",
     "stored_bits",
     "stored_tensors",
     "weight_bits",
 ]
 
-DENSE_BITS = 16
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -102,60 +99,6 @@ class LinearLike(Protocol):
     def stored_in(self) -> str:
         """Entry of the model's state dict that holds it; several experts share one."""
         ...
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How a linear's weight is stored.
-
-    Attributes:
-        bits: Width of a code, 1 to 8; 16 leaves the weight as it is.
-        group_size: Columns that share a scale; None for one scale per row.
-        symmetric: No zero points are stored.
-    """
-
-    bits: int
-    group_size: int | None = None
-    symmetric: bool = True
-
-    def __post_init__(self) -> None:
-        if not (1 <= self.bits <= 8 or self.bits == DENSE_BITS):
-            raise ValueError(
-                f"A width is 1 to 8 bits, or {DENSE_BITS} to leave a weight alone; got {self.bits}."
-            )
-        if self.group_size is not None and self.group_size < 1:
-            raise ValueError(
-                f"group_size must be at least 1, or None for one scale per row; got {self.group_size}."
-            )
-
-    @property
-    def dense(self) -> bool:
-        """The weight is left alone."""
-        return self.bits == DENSE_BITS
-
-    def on(self, in_features: int) -> Scheme:
-        """The same scheme as it is written for a row of that length: a group of the whole row is per channel."""
-        if self.dense:
-            return DENSE
-        if self.group_size is not None and self.group_size >= in_features:
-            return Scheme(self.bits, None, self.symmetric)
-        return self
-
-    def __str__(self) -> str:
-        if self.dense:
-            return "unquantized"
-        grid = "symmetric" if self.symmetric else "asymmetric"
-        return f"{self.bits} bits {grid}, " + (
-            "per channel" if self.group_size is None else f"groups of {self.group_size}"
-        )
-
-
-DENSE = Scheme(DENSE_BITS)
-
-
-def scheme_of(weight: PackedWeight) -> Scheme:
-    """The scheme of a packed weight."""
-    return Scheme(weight.bits, weight.group_size, weight.zeros is None).on(weight.shape[1])
 
 
 @dataclass(frozen=True)
@@ -248,39 +191,28 @@ def parse_size(size: int | str) -> int:
 # ---------------------------------------------------------------------- one option of one linear
 
 
-def option_tensors(linear: LinearLike, option: Scheme) -> list[TensorSpec]:
+def option_tensors(linear: LinearLike, option: Format) -> list[TensorSpec]:
     """The tensors that stand for a linear's weight (its bias is stored as ever)."""
-    rows, columns, dtype = linear.out_features, linear.in_features, linear.weight.dtype
-    option = option.on(columns)
-    if option.dense:
-        return [TensorSpec(f"{linear.stored_name}.weight", dtype, (rows, columns))]
-    groups = 1 if option.group_size is None else -(-columns // option.group_size)
-    tensors = [
-        TensorSpec(
-            f"{linear.stored_name}.weight_packed", torch.int32, (rows, packed_words(columns, option.bits))
-        ),
-        TensorSpec(f"{linear.stored_name}.weight_scale", dtype, (rows, groups)),
+    shape = (linear.out_features, linear.in_features)
+    layout = option.on(linear.in_features).layout(shape, linear.weight.dtype)
+    return [
+        TensorSpec(f"{linear.stored_name}.{name}", tensor.dtype, tensor.shape)
+        for name, tensor in layout.items()
     ]
-    if not option.symmetric:
-        # Zero points are packed along the rows, unlike the codes.
-        shape = (packed_words(rows, option.bits), groups)
-        tensors.append(TensorSpec(f"{linear.stored_name}.weight_zero_point", torch.int32, shape))
-    tensors.append(TensorSpec(f"{linear.stored_name}.weight_shape", torch.int64, (2,)))
-    return tensors
 
 
-def option_bytes(linear: LinearLike, option: Scheme, layout: FileLayout) -> int:
+def option_bytes(linear: LinearLike, option: Format, layout: FileLayout) -> int:
     """Most bytes that an option adds to the files: data and header entries."""
     return sum(spec.nbytes + spec.header_bytes(layout.digits) for spec in option_tensors(linear, option))
 
 
-def weight_bits(linear: LinearLike, option: Scheme) -> int:
+def weight_bits(linear: LinearLike, option: Format) -> int:
     """Parameters times width. A weight left alone counts at the width of its own type."""
-    width = linear.weight.dtype.itemsize * 8 if option.dense else option.bits
+    width = linear.weight.dtype.itemsize * 8 if option == ORIGINAL else option.bits
     return linear.out_features * linear.in_features * width
 
 
-def stored_bits(linear: LinearLike, option: Scheme) -> int:
+def stored_bits(linear: LinearLike, option: Format) -> int:
     """Bits of codes, scales and zero points as stored; the two numbers of ``weight_shape`` are not counted."""
     tensors = option_tensors(linear, option)
     return 8 * sum(spec.nbytes for spec in tensors if not spec.name.endswith(".weight_shape"))
@@ -381,10 +313,10 @@ def safetensors_header(shard: Sequence[TensorSpec]) -> bytes:
 def checkpoint_bytes(
     model: nn.Module,
     linears: Iterable[LinearLike],
-    options: Mapping[str, Scheme],
+    options: Mapping[str, Format],
     max_shard_size: int | str = "5GB",
 ) -> int:
-    """Exact bytes of all safetensors files for one scheme per linear (those not named stay as they are)."""
+    """Exact bytes of all safetensors files for one format per linear (those not named stay as they are)."""
     tensors = allocation_tensors(model, linears, options)
     return sum(
         len(safetensors_header(shard)) + sum(spec.nbytes for spec in shard)
@@ -393,14 +325,14 @@ def checkpoint_bytes(
 
 
 def allocation_tensors(
-    model: nn.Module, linears: Iterable[LinearLike], options: Mapping[str, Scheme]
+    model: nn.Module, linears: Iterable[LinearLike], options: Mapping[str, Format]
 ) -> list[TensorSpec]:
     """The tensors of a checkpoint in the order they are written: each weight's packed form takes its place."""
     linears = list(linears)
     packed = {
         linear.stored_name: option_tensors(linear, options[linear.name])
         for linear in linears
-        if linear.name in options and not options[linear.name].dense
+        if linear.name in options and options[linear.name] != ORIGINAL
     }
     tensors: list[TensorSpec] = []
     for spec in stored_tensors(model, linears):

@@ -21,9 +21,8 @@ from rco.compression.expert_candidates import expert_layer_of, quantize_experts,
 from rco.compression.plan import CompressionPlan
 from rco.data.calibration import CalibrationSet
 from rco.distributed import Ranks
-from rco.formats.grid import Grid
+from rco.formats.base import Format, Stored
 from rco.formats.hessian import HessianAccumulator
-from rco.formats.packing import PackedWeight
 from rco.models.capture import BlockInputs, linear_inputs
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
@@ -175,7 +174,7 @@ def build_candidates(
                 if block is None
                 else _block_hessians(loaded, inputs, linears, experts)
             )
-        candidates: dict[str, dict[str, PackedWeight]] = {}
+        candidates: dict[str, dict[str, Stored]] = {}
         statistics: dict[str, dict[str, dict[str, Any]]] = {}
         for info in linears:
             accumulator, grids = hessians.get(info.name), _grids(plan, info)
@@ -253,12 +252,9 @@ def build_candidates(
                     store.enter(index, written.result())
 
 
-def _grids(plan: CompressionPlan, info: LinearInfo) -> dict[str, Grid]:
-    """Label -> grid of every width of a linear."""
-    schemes = {option_label(width): plan.scheme(info, width) for width in plan.packed_widths}
-    return {
-        label: Grid(scheme.bits, scheme.group_size, scheme.symmetric) for label, scheme in schemes.items()
-    }
+def _grids(plan: CompressionPlan, info: LinearInfo) -> dict[str, Format]:
+    """Label -> format of every width of a linear."""
+    return {option_label(width): plan.scheme(info, width) for width in plan.packed_widths}
 
 
 def _shared_inputs(loaded: LoadedModel, group: Sequence[LinearInfo]) -> dict[str, str]:

@@ -46,7 +46,7 @@ from rco.compression.switched_model import SwitchedModel, full_head, switched_mo
 from rco.core.problem import Allocation, AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.distributed import Ranks
-from rco.formats.packing import PackedWeight
+from rco.formats.base import Stored
 from rco.formats.streaming import OptionStream, pinned_together
 from rco.losses import Head
 from rco.models.layout import LinearInfo
@@ -137,7 +137,7 @@ class Compression:
         # On a CPU the candidates are where they are needed either way.
         self.memory: Residency = memory if loaded.device.type == "cuda" else "resident"
         self.store: CandidateStore | None = None
-        self._packed: Mapping[str, Mapping[str, PackedWeight]] | None = None
+        self._packed: Mapping[str, Mapping[str, Stored]] | None = None
         self._second_order: SecondOrder | None = None
         self._scores: dict[str, list[Tensor]] | None = None
         self.keep_references = False  # for those who open the objective more than once on the same text
@@ -262,7 +262,7 @@ class Compression:
         other.plan, other._costs, other._second_order = plan, {}, None
         return other
 
-    def packed(self) -> Mapping[str, Mapping[str, PackedWeight]]:
+    def packed(self) -> Mapping[str, Mapping[str, Stored]]:
         """Every candidate on its linear's device, or offloaded: linear -> width label -> packed weight."""
         if self._packed is None:
             if self.plan.removes_only:
@@ -284,7 +284,7 @@ class Compression:
         """Free the memory of all candidates; they are read from the store again when they are needed."""
         self._packed = None
 
-    def set_packed(self, packed: Mapping[str, Mapping[str, PackedWeight]]) -> None:
+    def set_packed(self, packed: Mapping[str, Mapping[str, Stored]]) -> None:
         """Use candidates from elsewhere than the store."""
         self._packed = packed
 
@@ -623,7 +623,7 @@ class Compression:
             return {"bits": float(self.loaded.dtype.itemsize * 8)}
         return {"bits": float(self.average_width(allocation))}
 
-    def weights_of(self, allocation: Allocation) -> dict[str, PackedWeight]:
+    def weights_of(self, allocation: Allocation) -> dict[str, Stored]:
         """The packed weight of every quantized linear; those left alone are missing."""
         return chosen_weights(self.plan, self.packed(), self.choice_of(allocation))
 
@@ -631,7 +631,7 @@ class Compression:
         """The linears that are in the checkpoint, by their names there."""
         return written_names(self.plan, self.choice_of(allocation))
 
-    def deployed(self, allocation: Allocation) -> tuple[LoadedModel, dict[str, PackedWeight]]:
+    def deployed(self, allocation: Allocation) -> tuple[LoadedModel, dict[str, Stored]]:
         """What is exported: the model without its pruned experts, and the packed weights by their names there."""
         return deploy(self.loaded, self.plan, self.packed(), self.choice_of(allocation))
 

@@ -28,6 +28,7 @@ from rco.compression.accounting import (
 )
 from rco.compression.plan import PRUNED, CompressionPlan, Group
 from rco.data.calibration import CalibrationSet
+from rco.formats.original import ORIGINAL
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.expert_scores import count_visits
@@ -215,7 +216,7 @@ class Costs:
         scheme, file = self.plan.scheme(info, width), self.plan.gguf
         if file is not None and self.kind in ("bpw", "size"):
             return file.linear_bytes(info, width) * (8 if self.kind == "bpw" else 1)
-        if file is not None and scheme.dense:  # the file holds 16 bits, whatever the model's type
+        if file is not None and scheme == ORIGINAL:  # the file holds 16 bits, whatever the model's type
             return 8 * file.linear_bytes(info, width) * self.weight(info)
         if self.kind == "size":
             return option_bytes(info, scheme, self._layout)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rco.compression.candidates import option_label
 from rco.compression.expert_candidates import kept_experts, packed_candidate
 from rco.compression.plan import LEAVE_ALONE, PRUNED, CompressionPlan
-from rco.formats.packing import PackedWeight
+from rco.formats.base import Stored
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.expert_removal import prune_experts
@@ -23,8 +23,8 @@ Choices = Mapping[str, int]  # linear name -> width
 
 
 def chosen_weights(
-    plan: CompressionPlan, packed: Mapping[str, Mapping[str, PackedWeight]], choices: Choices
-) -> dict[str, PackedWeight]:
+    plan: CompressionPlan, packed: Mapping[str, Mapping[str, Stored]], choices: Choices
+) -> dict[str, Stored]:
     """The packed weight of every quantized linear; those left alone are missing."""
     return {
         info.name: packed_candidate(packed, info, option_label(choices[info.name]))
@@ -53,9 +53,9 @@ def written_names(plan: CompressionPlan, choices: Choices) -> dict[str, LinearIn
 def deploy(
     loaded: LoadedModel,
     plan: CompressionPlan,
-    packed: Mapping[str, Mapping[str, PackedWeight]],
+    packed: Mapping[str, Mapping[str, Stored]],
     choices: Choices,
-) -> tuple[LoadedModel, dict[str, PackedWeight]]:
+) -> tuple[LoadedModel, dict[str, Stored]]:
     """What is exported: the model without its pruned experts, and the packed weights by their names there."""
     weights, written = chosen_weights(plan, packed, choices), written_names(plan, choices)
     kept = kept_experts(plan, choices)
@@ -71,7 +71,7 @@ def deploy(
     return replace(loaded, model=prune_experts(loaded.model, masks)), named
 
 
-def decode_into(loaded: LoadedModel, weights: Mapping[str, PackedWeight]) -> None:
+def decode_into(loaded: LoadedModel, weights: Mapping[str, Stored]) -> None:
     """Give a model the decoded values of packed weights: bit for bit those that the checkpoint loads as.
 
     All are decoded before the first is put in place, so that a failure leaves the model as it was.
@@ -84,9 +84,7 @@ def decode_into(loaded: LoadedModel, weights: Mapping[str, PackedWeight]) -> Non
         parameter.data = values
 
 
-def _decoded(
-    loaded: LoadedModel, weights: Mapping[str, PackedWeight]
-) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def _decoded(loaded: LoadedModel, weights: Mapping[str, Stored]) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Parameters and their new values; experts whose weights stay are in them as they were."""
     linears = {info.name: info for info in model_linears(loaded.layout, loaded.model, include_head=True)}
     stacks: dict[str, tuple[nn.Parameter, Tensor]] = {}

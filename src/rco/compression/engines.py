@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from rco.compression.accounting import Scheme
 from rco.compression.gguf_types import GGUF_WIDTHS
+from rco.formats.base import Format
+from rco.formats.integer import IntegerGrid
 
 __all__ = ["ENGINES", "Engine", "ExpertGroups", "find_engine"]
 
@@ -53,9 +54,9 @@ class Engine:
         """What is on offer unless something else is asked for: from 2 bits, all that it takes on some grid."""
         return tuple(sorted(width for width in self.symmetric_bits | self.asymmetric_bits if width > 1))
 
-    def refusal(self, scheme: Scheme) -> str | None:
+    def refusal(self, scheme: Format) -> str | None:
         """Why it does not take a scheme; None if it does."""
-        if scheme.dense:
+        if not isinstance(scheme, IntegerGrid):
             return None
         widths = self.symmetric_bits if scheme.symmetric else self.asymmetric_bits
         grid = "symmetric" if scheme.symmetric else "asymmetric"

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from rco.compression.plan import PRUNED, CompressionPlan
-from rco.formats.gptq import gptq
-from rco.formats.grid import Grid, round_to_nearest
-from rco.formats.packing import PackedWeight
+from rco.formats import encode_all
+from rco.formats.base import EncodeSettings, Format, Stored
 from rco.formats.stacks import stack_rows
 from rco.models.layout import LinearInfo
 from rco.models.moe.expert_statistics import ExpertHessians
@@ -27,7 +26,7 @@ __all__ = [
     "recorded",
 ]
 
-Options = dict[str, PackedWeight]
+Options = dict[str, Stored]
 Statistics = dict[str, dict[str, Any]]
 
 
@@ -39,7 +38,7 @@ def expert_layer_of(linears: Sequence[LinearInfo]) -> MoELayer | None:
 def quantize_experts(
     layer: MoELayer,
     hessians: ExpertHessians | None,
-    grids: Mapping[str, Mapping[str, Grid]],
+    grids: Mapping[str, Mapping[str, Format]],
     settings: Mapping[str, Any],
     storage_dtype: torch.dtype,
     on_expert: Callable[[], None],
@@ -50,7 +49,7 @@ def quantize_experts(
         layer: The layer.
         hessians: Its input statistics; None rounds to nearest.
         grids: State-dict name of a stacked tensor -> label -> grid.
-        settings: Further arguments of :func:`rco.formats.gptq.gptq` (``clip`` alone if rounding to nearest).
+        settings: Further fields of :class:`rco.formats.base.EncodeSettings`.
         storage_dtype: Type of the scales.
         on_expert: Called after each expert's stack.
 
@@ -63,7 +62,7 @@ def quantize_experts(
     for name, stack in zip(("gate_up_proj", "down_proj"), original_stacks(layer), strict=True):
         key = f"{layer.experts_name}.{name}"
         matrices = None if hessians is None else hessians.matrices(down=name == "down_proj")
-        parts: list[list[PackedWeight]] = []
+        parts: list[list[Stored]] = []
         errors, relative = [], []
         for expert in range(layer.num_experts):
             weight = stack[expert].reshape(-1, stack.shape[3]).float()
@@ -93,23 +92,19 @@ def quantize_experts(
 def quantize_matrix(
     weight: Tensor,
     hessian: Tensor | None,
-    grids: Sequence[Grid],
+    grids: Sequence[Format],
     settings: Mapping[str, Any],
     storage_dtype: torch.dtype,
-) -> tuple[list[PackedWeight], list[float], list[float]]:
+) -> tuple[list[Stored], list[float], list[float]]:
     """Candidates, errors and relative errors of one matrix on several grids."""
-    if hessian is None:
-        packed = round_to_nearest(weight, grids, clip=settings["clip"], storage_dtype=storage_dtype)
-        scale = float(weight.double().square().sum()) or 1.0
-        errors = [float((p.dequantize(torch.float32) - weight).double().square().sum()) for p in packed]
-        return packed, errors, [error / scale for error in errors]
-    result = gptq(weight, hessian, grids, storage_dtype=storage_dtype, **settings)
-    return result.candidates, result.errors.tolist(), result.relative_errors.tolist()
+    found = encode_all(
+        grids, weight, hessian, settings=EncodeSettings(storage_dtype=storage_dtype, **settings)
+    )
+    packed, errors, relative = zip(*found, strict=True)
+    return list(packed), list(errors), list(relative)
 
 
-def packed_candidate(
-    packed: Mapping[str, Mapping[str, PackedWeight]], info: LinearInfo, label: str
-) -> PackedWeight:
+def packed_candidate(packed: Mapping[str, Mapping[str, Stored]], info: LinearInfo, label: str) -> Stored:
     """One linear's candidate; an expert's is cut out of its layer's stack."""
     if not isinstance(info, ExpertLinear):
         return packed[info.name][label]

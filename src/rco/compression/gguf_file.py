@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rco.compression.accounting import LinearLike, Scheme, distinct_state
+from rco.compression.accounting import LinearLike, distinct_state
 from rco.compression.gguf_types import BLOCK_TYPES, BlockType, block_type
+from rco.formats.base import Format
+from rco.formats.integer import IntegerGrid
 from rco.models.gguf_names import GGUFTensor, gguf_names, gguf_tensors
 from rco.models.layout import Layout
 
@@ -59,10 +61,10 @@ class GGUFFile:
         columns = gcd(*(self.tensors[name].columns for name in names if name in self.tensors))
         return block_type(width, columns or linear.in_features, self.dense)
 
-    def scheme_of(self, linear: LinearLike, width: int) -> Scheme:
+    def scheme_of(self, linear: LinearLike, width: int) -> Format:
         """The grid of the candidates for a width; where there is no type, one that nobody may choose."""
         kind = self.type_of(linear, width)
-        return Scheme(width, _PLAIN_BLOCK) if kind is None else kind.scheme
+        return IntegerGrid(width, _PLAIN_BLOCK, symmetric=True) if kind is None else kind.scheme
 
     def linear_bytes(self, linear: LinearLike, width: int) -> int:
         """Bytes of a linear's weight at a width; where there is no type, as many as one would take."""

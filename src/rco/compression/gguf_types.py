@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
 
-from rco.compression.accounting import DENSE, DENSE_BITS, Scheme
+from rco.formats.base import Format
+from rco.formats.integer import IntegerGrid
+from rco.formats.original import ORIGINAL
 
 __all__ = ["BLOCK_TYPES", "GGUF_WIDTHS", "BlockType", "block_type", "written_type"]
 
@@ -32,7 +34,7 @@ class BlockType:
     name: str
     block: int
     block_bytes: int
-    scheme: Scheme
+    scheme: Format
 
     @property
     def bits_per_weight(self) -> Fraction:
@@ -56,18 +58,18 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
     {
         kind.name: kind
         for kind in (
-            BlockType("q2_k", 256, 84, Scheme(2, 16, symmetric=False)),
-            BlockType("q3_k", 256, 110, Scheme(3, 16)),
-            BlockType("q4_k", 256, 144, Scheme(4, 32, symmetric=False)),
-            BlockType("q5_k", 256, 176, Scheme(5, 32, symmetric=False)),
-            BlockType("q6_k", 256, 210, Scheme(6, 16)),
-            BlockType("q4_0", 32, 18, Scheme(4, 32)),
-            BlockType("q5_0", 32, 22, Scheme(5, 32)),
-            BlockType("q5_1", 32, 24, Scheme(5, 32, symmetric=False)),
-            BlockType("q8_0", 32, 34, Scheme(8, 32)),
-            BlockType("f16", 1, 2, DENSE),
-            BlockType("bf16", 1, 2, DENSE),
-            BlockType("f32", 1, 4, DENSE),
+            BlockType("q2_k", 256, 84, IntegerGrid(2, 16, symmetric=False)),
+            BlockType("q3_k", 256, 110, IntegerGrid(3, 16, symmetric=True)),
+            BlockType("q4_k", 256, 144, IntegerGrid(4, 32, symmetric=False)),
+            BlockType("q5_k", 256, 176, IntegerGrid(5, 32, symmetric=False)),
+            BlockType("q6_k", 256, 210, IntegerGrid(6, 16, symmetric=True)),
+            BlockType("q4_0", 32, 18, IntegerGrid(4, 32, symmetric=True)),
+            BlockType("q5_0", 32, 22, IntegerGrid(5, 32, symmetric=True)),
+            BlockType("q5_1", 32, 24, IntegerGrid(5, 32, symmetric=False)),
+            BlockType("q8_0", 32, 34, IntegerGrid(8, 32, symmetric=True)),
+            BlockType("f16", 1, 2, ORIGINAL),
+            BlockType("bf16", 1, 2, ORIGINAL),
+            BlockType("f32", 1, 4, ORIGINAL),
         )
     }
 )
@@ -88,7 +90,7 @@ def block_type(width: int, columns: int, dense: str = "f16") -> BlockType | None
         columns: Length of a row in the file.
         dense: Type of what is left alone, ``f16`` or ``bf16``.
     """
-    if width == DENSE_BITS:
+    if width == 16:
         return BLOCK_TYPES[dense]
     name = (_OF_32 if columns % 256 else _OF_256).get(width)
     kind = BLOCK_TYPES[name] if name is not None else None

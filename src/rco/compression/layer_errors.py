@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rco.compression.costs import EXPERT_ROLES
 from rco.compression.plan import CompressionPlan
 from rco.compression.switched_model import expert_options, option_list
-from rco.formats.packing import PackedWeight
+from rco.formats.base import Stored
 from rco.formats.streaming import OptionStream
 from rco.models.moe.expert_statistics import SharedOptions, layer_output_errors
 from rco.models.moe.layers import MoELayer
@@ -22,7 +22,7 @@ __all__ = ["layer_errors"]
 def layer_errors(
     model: nn.Module,
     plan: CompressionPlan,
-    packed: Mapping[str, Mapping[str, PackedWeight]],
+    packed: Mapping[str, Mapping[str, Stored]],
     batches: Iterable[tuple[Tensor, Tensor]],
     *,
     experts_only: bool,
@@ -64,12 +64,12 @@ def layer_errors(
 def _shared_options(
     plan: CompressionPlan,
     layers: Sequence[MoELayer],
-    packed: Mapping[str, Mapping[str, PackedWeight]],
+    packed: Mapping[str, Mapping[str, Stored]],
     columns: Sequence[int],
 ) -> tuple[dict[int, SharedOptions], dict[int, dict[str, int]]]:
     """The shared experts that have a choice, by sparse layer, and the row of the gates of each of their linears."""
     by_block = {layer.decoder_index: layer for layer in layers if layer.shared is not None}
-    linears: dict[int, dict[str, list[PackedWeight | None]]] = {}
+    linears: dict[int, dict[str, list[Stored | None]]] = {}
     rows: dict[int, dict[str, int]] = {}
     for row, group in enumerate(plan.groups):
         for info in group.members:

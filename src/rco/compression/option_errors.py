@@ -10,7 +10,7 @@ from torch import Tensor
 from rco.compression.candidates import option_label
 from rco.compression.expert_candidates import packed_candidate, recorded
 from rco.compression.plan import LEAVE_ALONE, PRUNED, CompressionPlan
-from rco.formats.packing import PackedWeight
+from rco.formats.base import Stored
 from rco.models.layout import LinearInfo
 from rco.store import CandidateStore
 
@@ -37,7 +37,7 @@ def recorded_errors(plan: CompressionPlan, store: CandidateStore, name: str) -> 
 
 @torch.no_grad()
 def weight_errors(
-    plan: CompressionPlan, packed: Mapping[str, Mapping[str, PackedWeight]], device: torch.device
+    plan: CompressionPlan, packed: Mapping[str, Mapping[str, Stored]], device: torch.device
 ) -> Tensor:
     """(N, K) squared error of every option's weights over the square of the full ones, in a group together.
 
@@ -58,7 +58,7 @@ def weight_errors(
 
 @torch.no_grad()
 def weight_distances(
-    plan: CompressionPlan, packed: Mapping[str, Mapping[str, PackedWeight]], device: torch.device
+    plan: CompressionPlan, packed: Mapping[str, Mapping[str, Stored]], device: torch.device
 ) -> Tensor:
     """(N, K) mean squared difference of every option's weights to those of the group's widest option.
 
@@ -76,7 +76,7 @@ def weight_distances(
 
 
 def _option_weight(
-    packed: Mapping[str, Mapping[str, PackedWeight]], member: LinearInfo, width: int, device: torch.device
+    packed: Mapping[str, Mapping[str, Stored]], member: LinearInfo, width: int, device: torch.device
 ) -> Tensor:
     """The weights that a linear computes with under one option, in float32."""
     if width not in (LEAVE_ALONE, PRUNED):

@@ -14,11 +14,13 @@ from typing import get_args
 
 import numpy as np
 
-from rco.compression.accounting import DENSE, Scheme
 from rco.compression.clusters import cluster_name, clusters_of
 from rco.compression.engines import Engine, ExpertGroups, find_engine
 from rco.compression.gguf_file import GGUFFile
 from rco.compression.gguf_types import GGUF_WIDTHS
+from rco.formats.base import Format
+from rco.formats.integer import IntegerGrid
+from rco.formats.original import ORIGINAL
 from rco.models.layout import Layout, LinearInfo
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import EXPERT_ROLE, ExpertLinear
@@ -81,13 +83,13 @@ class CompressionPlan:
     skipped: tuple[str, ...] = field(default=())  # linears left alone and outside the budget
     gguf: GGUFFile | None = None
 
-    def scheme(self, info: LinearInfo, width: int) -> Scheme:
+    def scheme(self, info: LinearInfo, width: int) -> Format:
         """How a linear is stored at a width that is not that of pruning."""
         if width == LEAVE_ALONE:
-            return DENSE
+            return ORIGINAL
         if self.gguf is not None:
             return self.gguf.scheme_of(info, width)
-        return Scheme(width, self.group_size, self.symmetric)
+        return IntegerGrid(width, self.group_size, self.symmetric)
 
     @property
     def block_types(self) -> list[str]:
@@ -425,7 +427,7 @@ def _check_widths(engine: Engine, widths: Sequence[int], symmetric: bool, group_
     for width in packed:
         if not 2 <= width <= 8:
             raise ValueError(f"A width is 2 to 8 bits, or 16 to leave a linear alone; got {width}.")
-        reason = engine.refusal(Scheme(width, group_size, symmetric))
+        reason = engine.refusal(IntegerGrid(width, group_size, symmetric))
         if reason is not None:
             raise ValueError(f"{reason}; change `widths`, `group_size` or `symmetric`, or `serve`.")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rco.compression.candidates import option_label
 from rco.compression.plan import LEAVE_ALONE, PRUNED, CompressionPlan
-from rco.formats.packing import PackedWeight
+from rco.formats.base import Stored
 from rco.formats.streaming import OptionStream
 from rco.losses import Head
 from rco.models.loading import LoadedModel
@@ -109,7 +109,7 @@ class SwitchedModel:
         if self._experts is not None:
             self._experts.check_gates(choices)
 
-    def _choices(self, gates: Tensor) -> list[int | None]:
+    def _choices(self, gates: Tensor) -> list[int]:
         choices = gate_choices(gates)
         taken = self._wanted[np.arange(len(choices)), np.array(choices, dtype=np.int64)]
         if not taken.all():
@@ -142,7 +142,7 @@ class SwitchedModel:
 def switched_model(
     loaded: LoadedModel,
     plan: CompressionPlan,
-    packed: Mapping[str, Mapping[str, PackedWeight]],
+    packed: Mapping[str, Mapping[str, Stored]],
     *,
     original: bool = False,
     stream: OptionStream | None = None,
@@ -194,7 +194,7 @@ def full_head(loaded: LoadedModel, plan: CompressionPlan) -> Head:
 
 def expert_options(
     plan: CompressionPlan,
-    packed: Mapping[str, Mapping[str, PackedWeight]],
+    packed: Mapping[str, Mapping[str, Stored]],
     columns: Sequence[int],
     *,
     wanted: np.ndarray | None = None,
@@ -237,9 +237,7 @@ def expert_options(
     return options, rows
 
 
-def _without_original(
-    options: Sequence[PackedWeight | None], wanted: np.ndarray
-) -> list[PackedWeight | None]:
+def _without_original(options: Sequence[Stored | None], wanted: np.ndarray) -> list[Stored | None]:
     """Options with a packed one in the place of an original weight that may not be taken, so that it can be freed.
 
     There is a packed one: groups that can only be left alone have no switch.
@@ -251,6 +249,6 @@ def _without_original(
     ]
 
 
-def option_list(packed: Mapping[str, PackedWeight], columns: Sequence[int]) -> list[PackedWeight | None]:
+def option_list(packed: Mapping[str, Stored], columns: Sequence[int]) -> list[Stored | None]:
     """One entry per column of the gates; None is the original weight, which also stands in for no weight at all."""
     return [None if width in (LEAVE_ALONE, PRUNED) else packed[option_label(width)] for width in columns]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from rco.compression.accounting import Scheme
 from rco.export.base import ExportError
 from rco.export.recipes import Choice, Recipe, RecipeExporter, as_json
+from rco.formats.integer import IntegerGrid
 
 __all__ = ["AutoRoundExporter"]
 
@@ -37,7 +37,7 @@ class AutoRoundExporter(RecipeExporter):
         config: dict[str, dict[str, Any]] = {name: dict(_LEFT_ALONE) for name in choice.other_linears()}
         for name, info in choice.linears.items():
             scheme = choice.schemes[name]
-            if scheme.dense:
+            if not isinstance(scheme, IntegerGrid):
                 if info.role != "head":  # outside the blocks nothing is quantized unless it is listed
                     config[choice.called(name)] = dict(_LEFT_ALONE)
                 continue
@@ -54,7 +54,7 @@ class AutoRoundExporter(RecipeExporter):
         return Recipe({"auto_round.json": as_json(content)}, usage)
 
 
-def _entry(scheme: Scheme) -> dict[str, Any]:
+def _entry(scheme: IntegerGrid) -> dict[str, Any]:
     size = -1 if scheme.group_size is None else scheme.group_size
     entry = {"bits": scheme.bits, "group_size": size, "sym": scheme.symmetric, "data_type": "int"}
     return entry | {"act_bits": 16}

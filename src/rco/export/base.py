@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from rco.atomic_files import disk_failure
-from rco.formats.packing import PackedWeight
+from rco.formats.integer import PackedWeight
 from rco.models.loading import LoadedModel, load_model
 
 __all__ = [

@@ -8,26 +8,27 @@ Only experts that share a scheme are named by a pattern (:mod:`rco.export.expert
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from rco.compression.accounting import Scheme, allocation_tensors, distinct_state, scheme_of
+from rco.compression.accounting import allocation_tensors, distinct_state
 from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
 from rco.export.engine_checks import validate_for_engine
 from rco.export.expert_code import experts_per_layer, separate_experts_fields, write_expert_code
 from rco.export.expert_targets import expert_pattern, name_experts, one_scheme, written_schemes
 from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint
-from rco.formats.packing import PackedWeight, pack
+from rco.formats.base import Format
+from rco.formats.integer import IntegerGrid, PackedWeight
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.layers import stored_names
 from rco.models.moe.linears import ExpertLinear, model_linears
 
-__all__ = ["CompressedTensorsExporter", "check_exportable", "quantization_config", "zero_point_tensor"]
+__all__ = ["CompressedTensorsExporter", "check_exportable", "quantization_config"]
 
 FORMAT = "pack-quantized"
 _LAYOUT_VERSION = "0.20.0"  # of compressed-tensors, whose packing is followed: dense for every width
@@ -71,7 +72,7 @@ class CompressedTensorsExporter:
                 f"The model is in {loaded.dtype} and dtype={dtype} was asked for; load it in the type to export."
             )
         linears = _linears(loaded, weights)
-        schemes = {name: scheme_of(packed) for name, packed in weights.items()}
+        schemes = {name: packed.format for name, packed in weights.items()}
         check_exportable(linears, schemes)
         by_name = {info.name: info for info in linears}
         for name, packed in weights.items():
@@ -83,8 +84,9 @@ class CompressedTensorsExporter:
 
         def fetch(stored: str) -> Tensor:
             linear, _, suffix = stored.rpartition(".weight_")
-            if suffix in _PARTS and linear in by_stored and by_stored[linear].name in weights:
-                return _PARTS[suffix](weights[by_stored[linear].name])
+            if suffix and linear in by_stored and by_stored[linear].name in weights:
+                packed = weights[by_stored[linear].name]
+                return packed.format.file_tensors(packed)[f"weight_{suffix}"]
             if stored in state:
                 return _in_memory(*state[stored], loaded)
             # One of several that the model keeps stacked.
@@ -129,12 +131,12 @@ def _linears(loaded: LoadedModel, quantized: Collection[str]) -> list[LinearInfo
     return model_linears(loaded.layout, loaded.model, include_head=True)
 
 
-def check_exportable(linears: Iterable[LinearInfo], schemes: Mapping[str, Scheme | Iterable[Scheme]]) -> None:
+def check_exportable(linears: Iterable[LinearInfo], schemes: Mapping[str, Format | Iterable[Format]]) -> None:
     """Refuse what the format cannot hold, before any work is done.
 
     Args:
         linears: The model's linears.
-        schemes: Scheme of each linear by name, or all schemes that a search may give it.
+        schemes: Format of each linear by name, or all formats that a search may give it.
 
     Raises:
         ExportError: A name is unknown, a layer is no ``nn.Linear``, or a row does not divide into groups.
@@ -144,9 +146,9 @@ def check_exportable(linears: Iterable[LinearInfo], schemes: Mapping[str, Scheme
         info = known.get(name)
         if info is None:
             raise ExportError(f"The model has no linear {name!r} to give a packed weight to.")
-        for scheme in [options] if isinstance(options, Scheme) else options:
+        for scheme in [options] if isinstance(options, Format) else options:
             written = scheme.on(info.in_features)
-            if written.dense:
+            if not isinstance(written, IntegerGrid):
                 continue
             if info.transposed:
                 raise ExportError(
@@ -180,20 +182,6 @@ def _check_weight(info: LinearInfo, packed: PackedWeight) -> None:
         )
 
 
-def zero_point_tensor(packed: PackedWeight) -> Tensor:
-    """Zero points as the format stores them: packed along the rows, (words, groups)."""
-    assert packed.zeros is not None
-    return pack(packed.zeros.T.contiguous(), packed.bits).T.contiguous()
-
-
-_PARTS: dict[str, Callable[[PackedWeight], Tensor]] = {
-    "packed": lambda packed: packed.packed,
-    "scale": lambda packed: packed.scales,
-    "shape": lambda packed: torch.tensor(packed.shape, dtype=torch.int64),
-    "zero_point": zero_point_tensor,
-}
-
-
 def _in_memory(name: str, value: Tensor, loaded: LoadedModel) -> Tensor:
     """A tensor of the model; one that was offloaded is read from the checkpoint it came from."""
     if not value.is_meta:
@@ -212,17 +200,17 @@ def _in_memory(name: str, value: Tensor, loaded: LoadedModel) -> Tensor:
 
 
 def quantization_config(
-    loaded: LoadedModel, schemes: Mapping[str, Scheme], *, patterns: bool = False
+    loaded: LoadedModel, schemes: Mapping[str, Format], *, patterns: bool = False
 ) -> dict[str, Any] | None:
     """The ``quantization_config`` for linears with these schemes; None if all are left alone.
 
     With ``patterns``, experts that share a scheme are named together.
     """
-    groups: dict[Scheme, list[str]] = {}
+    groups: dict[IntegerGrid, list[str]] = {}
     linears = _linears(loaded, schemes)
     written = written_schemes(linears, schemes)
     for name, scheme in written.items():
-        if not scheme.dense:
+        if isinstance(scheme, IntegerGrid):
             groups.setdefault(scheme, []).append(name)
     if not groups:
         return None

@@ -18,7 +18,7 @@ from rco.compression.accounting import TensorSpec, distinct_state
 from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
 from rco.export.expert_code import experts_per_layer, write_pruned_code
 from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint
-from rco.formats.packing import PackedWeight
+from rco.formats.integer import PackedWeight
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.linears import ExpertLinear, model_linears

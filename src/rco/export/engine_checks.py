@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rco.compression.accounting import DENSE, Scheme
 from rco.compression.engines import find_engine
+from rco.formats.base import Format
+from rco.formats.integer import IntegerGrid
+from rco.formats.original import ORIGINAL
 from rco.models.layout import ARCHITECTURES
 
 __all__ = ["validate_for_engine"]
@@ -41,7 +43,7 @@ def validate_for_engine(
             violations.append(f"{key}: {reason}.")
     ignore = quantization.get("ignore") or []
     names = list(linears) if linears is not None else _exact_names(groups, ignore)
-    schemes: dict[str, Scheme] = {}
+    schemes: dict[str, Format] = {}
     for name in names:
         matched = [(key, scheme) for key, targets, scheme in groups if _matches(name, targets)]
         if _matches(name, ignore):
@@ -53,7 +55,7 @@ def validate_for_engine(
             violations.append(
                 f"{name}: matched by {' and '.join(key for key, _ in matched)} with different schemes."
             )
-        schemes[name] = matched[0][1] if matched else DENSE
+        schemes[name] = matched[0][1] if matched else ORIGINAL
     if rules.fused:
         violations += _fused_violations(schemes, config, engine)
     return violations
@@ -74,11 +76,11 @@ def _format_violations(quantization: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _scheme(group: Mapping[str, Any]) -> Scheme:
+def _scheme(group: Mapping[str, Any]) -> IntegerGrid:
     weights = group["weights"]
     size = weights.get("group_size")
     per_channel = weights.get("strategy") == "channel" or size in (None, -1)
-    return Scheme(weights["num_bits"], None if per_channel else size, weights.get("symmetric", True))
+    return IntegerGrid(weights["num_bits"], None if per_channel else size, weights.get("symmetric", True))
 
 
 def _matches(name: str, targets: Iterable[str]) -> bool:
@@ -88,15 +90,15 @@ def _matches(name: str, targets: Iterable[str]) -> bool:
     )
 
 
-def _exact_names(groups: Iterable[tuple[str, list[str], Scheme]], ignore: Iterable[str]) -> list[str]:
+def _exact_names(groups: Iterable[tuple[str, list[str], IntegerGrid]], ignore: Iterable[str]) -> list[str]:
     named = [target for _, targets, _ in groups for target in targets] + list(ignore)
     return list(dict.fromkeys(name for name in named if not name.startswith("re:") and "." in name))
 
 
-def _fused_violations(schemes: Mapping[str, Scheme], config: Mapping[str, Any], engine: str) -> list[str]:
+def _fused_violations(schemes: Mapping[str, Format], config: Mapping[str, Any], engine: str) -> list[str]:
     row = ARCHITECTURES.get(str(config.get("model_type", "llama")))
     merged = row.fused_paths if row is not None else ()
-    sets: dict[str, dict[str, Scheme]] = {}
+    sets: dict[str, dict[str, Format]] = {}
     for name, scheme in schemes.items():
         for paths in merged:
             for path in paths:

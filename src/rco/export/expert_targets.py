@@ -11,7 +11,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from rco.compression.accounting import DENSE, Scheme
+from rco.formats.base import Format
+from rco.formats.integer import IntegerGrid
+from rco.formats.original import ORIGINAL
 from rco.models.layout import LinearInfo
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import ExpertLinear
@@ -19,43 +21,44 @@ from rco.models.moe.linears import ExpertLinear
 __all__ = ["expert_pattern", "name_experts", "one_scheme", "written_schemes"]
 
 
-def written_schemes(linears: Iterable[LinearInfo], schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
+def written_schemes(linears: Iterable[LinearInfo], schemes: Mapping[str, Format]) -> dict[str, Format]:
     """The scheme of every linear as the config states it.
 
     A row that is one group long has one scale, grouped or not. Among experts it is called grouped if others of its
     layer are: engines want one scheme for all of them.
     """
     linears = list(linears)
-    written = {info.name: schemes.get(info.name, DENSE).on(info.in_features) for info in linears}
+    written = {info.name: schemes.get(info.name, ORIGINAL).on(info.in_features) for info in linears}
     experts = [info for info in linears if isinstance(info, ExpertLinear)]
     present = {(info.layer.index, written[info.name]) for info in experts}
     for info in experts:
         scheme = written[info.name]
-        grouped = replace(scheme, group_size=info.in_features)
-        if not scheme.dense and scheme.group_size is None and (info.layer.index, grouped) in present:
-            written[info.name] = grouped
+        if isinstance(scheme, IntegerGrid) and scheme.group_size is None:
+            grouped = replace(scheme, group_size=info.in_features)
+            if (info.layer.index, grouped) in present:
+                written[info.name] = grouped
     return written
 
 
-def one_scheme(linears: Iterable[LinearInfo], written: Mapping[str, Scheme]) -> Scheme | None:
+def one_scheme(linears: Iterable[LinearInfo], written: Mapping[str, Format]) -> IntegerGrid | None:
     """The scheme of all experts that are packed, if stock transformers can unpack them; else None.
 
     It stacks experts as it loads them and knows one scheme for all of them, without zero points. A layer may be
     left alone as a whole.
     """
-    layers: dict[int, set[Scheme]] = {}
+    layers: dict[int, set[Format]] = {}
     for info in linears:
         if isinstance(info, ExpertLinear):
             if not info.layer.architecture.separable:
                 return None
             layers.setdefault(info.layer.index, set()).add(written[info.name])
-    used = {scheme for found in layers.values() for scheme in found if found != {DENSE}}
+    used = {scheme for found in layers.values() for scheme in found if found != {ORIGINAL}}
     only = next(iter(used)) if len(used) == 1 else None
-    return only if only is not None and only.symmetric else None
+    return only if isinstance(only, IntegerGrid) and only.symmetric else None
 
 
 def name_experts(
-    targets: Iterable[str], linears: Iterable[LinearInfo], written: Mapping[str, Scheme]
+    targets: Iterable[str], linears: Iterable[LinearInfo], written: Mapping[str, Format]
 ) -> list[str]:
     """The targets of one scheme with its experts named by patterns, as far as they fill layers."""
     experts = {info.name: info for info in linears if isinstance(info, ExpertLinear)}

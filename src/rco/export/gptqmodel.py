@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar
 
-from rco.compression.accounting import Scheme
 from rco.export.base import ExportError
 from rco.export.recipes import Choice, Recipe, RecipeExporter, as_json
+from rco.formats.integer import IntegerGrid
 
 __all__ = ["GPTQModelExporter"]
 
@@ -49,7 +49,7 @@ class GPTQModelExporter(RecipeExporter):
         for name, info in choice.linears.items():
             scheme = choice.schemes[name]
             exact = f"^{re.escape(choice.called(name))}$"
-            if not scheme.dense:
+            if isinstance(scheme, IntegerGrid):
                 if info.path in _UNLISTED.get(choice.loaded.layout.model_type, ()):
                     left = "|".join(re.escape(path) for path in _UNLISTED[choice.loaded.layout.model_type])
                     raise ExportError(
@@ -64,6 +64,6 @@ class GPTQModelExporter(RecipeExporter):
         return Recipe({"quantize_config.json": as_json(config)}, _USAGE)
 
 
-def _arguments(scheme: Scheme) -> dict[str, Any]:
+def _arguments(scheme: IntegerGrid) -> dict[str, Any]:
     size = -1 if scheme.group_size is None else scheme.group_size
     return {"bits": scheme.bits, "group_size": size, "sym": scheme.symmetric}

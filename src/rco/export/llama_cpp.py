@@ -15,6 +15,7 @@ from rco.compression.gguf_file import GGUFFile
 from rco.compression.gguf_types import BLOCK_TYPES, BlockType, written_type
 from rco.export.base import ExportError
 from rco.export.recipes import Choice, Recipe, RecipeExporter
+from rco.formats.original import ORIGINAL
 from rco.models.gguf_names import gguf_names
 
 __all__ = ["LlamaCppExporter", "parse_tensor_types", "types_written"]
@@ -75,7 +76,7 @@ def _types(choice: Choice, file: GGUFFile) -> dict[str, BlockType]:
                     f"{stored} holds all experts of a layer in one type, but {name} is {kind.name} and another is "
                     f"{types[stored].name}. Search again with `serve='llamacpp'`."
                 )
-    return {name: kind for name, kind in types.items() if not kind.scheme.dense}
+    return {name: kind for name, kind in types.items() if kind.scheme != ORIGINAL}
 
 
 def parse_tensor_types(text: str) -> list[tuple[str, str]]:

@@ -17,9 +17,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rco.compression.accounting import DENSE, Scheme, scheme_of
 from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source
-from rco.formats.packing import PackedWeight
+from rco.formats.base import Format
+from rco.formats.integer import IntegerGrid, PackedWeight
+from rco.formats.original import ORIGINAL
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.linears import ExpertLinear, model_linears
@@ -34,12 +35,12 @@ class Choice:
     Attributes:
         loaded: The full model.
         linears: All its linears, the output layer last, by name.
-        schemes: How each of them is stored; :data:`DENSE` where it is left alone.
+        schemes: How each of them is stored; :data:`ORIGINAL` where it is left alone.
     """
 
     loaded: LoadedModel
     linears: Mapping[str, LinearInfo]
-    schemes: Mapping[str, Scheme]
+    schemes: Mapping[str, Format]
 
     @classmethod
     def of(cls, loaded: LoadedModel, weights: Mapping[str, PackedWeight]) -> Choice:
@@ -49,18 +50,18 @@ class Choice:
         unknown = sorted(weights.keys() - linears.keys())
         if unknown:
             raise ExportError(f"The model has no linear {unknown[0]!r} to give a width to.")
-        schemes = {name: scheme_of(weights[name]) if name in weights else DENSE for name in linears}
+        schemes = {name: weights[name].format if name in weights else ORIGINAL for name in linears}
         return cls(loaded, linears, schemes)
 
     @property
-    def quantized(self) -> dict[str, Scheme]:
+    def quantized(self) -> dict[str, IntegerGrid]:
         """Those that are not left alone; never empty."""
-        return {name: scheme for name, scheme in self.schemes.items() if not scheme.dense}
+        return {name: scheme for name, scheme in self.schemes.items() if isinstance(scheme, IntegerGrid)}
 
     @property
-    def commonest(self) -> Scheme:
+    def commonest(self) -> IntegerGrid:
         """The scheme of most weights: what tools take as a default."""
-        counts: Counter[Scheme] = Counter()
+        counts: Counter[IntegerGrid] = Counter()
         for name, scheme in self.quantized.items():
             counts[scheme] += self.linears[name].parameters
         return max(counts, key=lambda scheme: (counts[scheme], scheme.bits))

@@ -1,1 +1,59 @@
-"""Compression of single tensors: tensors in, tensors out, no knowledge of any model."""
+"""How one tensor is stored: tensors in, tensors out, no knowledge of any model.
+
+A format is a value (:class:`rco.formats.base.Format`), named such as ``int3-g64``, ``original`` or ``removed``. Its
+family is one file here and one line in :data:`rco.registry.FORMATS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rco import registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rco.formats.base import Encoded, EncodeSettings, Format
+
+__all__ = ["encode_all", "parse"]
+
+
+def parse(name: str) -> Format:
+    """The format of that name.
+
+    Raises:
+        ValueError: No family has it.
+    """
+    for family in registry.FORMATS:
+        found: Format | None = registry.load(registry.FORMATS, family, "format family").parse(name)
+        if found is not None:
+            return found
+    raise ValueError(
+        f"Unknown format {name!r}. Known families: {', '.join(registry.FORMATS)}; names are such as 'int3-g64' "
+        "(3 bits, groups of 64), 'int4-channel-sym' (one scale per row, no zero points), 'original', 'removed'."
+    )
+
+
+def encode_all(
+    formats: Sequence[Format],
+    weight: Tensor,
+    statistics: Tensor | None = None,
+    *,
+    settings: EncodeSettings | None = None,
+) -> list[Encoded]:
+    """Store a weight in each of several formats; those of one family share their work.
+
+    Args:
+        formats: Formats of any families, in the order of the result.
+        weight: (out, in) of any floating-point type.
+        statistics: (in, in) second moments of the layer's inputs; None if there are none.
+        settings: Settings of the encoders; defaults if None.
+    """
+    found: dict[int, Encoded] = {}
+    for kind in dict.fromkeys(type(each) for each in formats):
+        places = [k for k, each in enumerate(formats) if type(each) is kind]
+        members = [formats[k] for k in places]
+        encoded = kind.encode_all(members, weight, statistics, settings=settings)
+        found.update(zip(places, encoded, strict=True))
+    return [found[k] for k in range(len(formats))]

@@ -6,7 +6,7 @@ What is done to a whole stack takes one pass per option, however many matrices i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -14,27 +14,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rco.core.transfer import send
-from rco.formats import cpu_kernels
-from rco.formats.compiled import joined_rows, on_compiled_path
-from rco.formats.packing import PackedWeight
-from rco.formats.row_threads import over_rows
+from rco.formats import integer_kernels_cpu
+from rco.formats.base import Stored
+from rco.formats.integer import PackedWeight
+from rco.formats.integer_kernels_cpu import joined_rows, on_compiled_path, over_rows
+from rco.formats.products import Option, unwrapped
+
+StoredT = TypeVar("StoredT", bound=Stored)
 
 __all__ = ["ChosenSegments", "by_option", "decode_segments", "stack_rows"]
 
 
-def stack_rows(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """Matrices of one scheme and row length as one, the rows of the first on top."""
-    first = weights[0]
-    if len({(w.bits, w.group_size, w.shape[1], w.zeros is None) for w in weights}) > 1:
-        raise ValueError("Only weights of one width, group size and row length can be stacked.")
-    zeros = None if first.zeros is None else torch.cat([w.zeros for w in weights if w.zeros is not None])
-    return replace(
-        first,
-        packed=torch.cat([w.packed for w in weights]),
-        scales=torch.cat([w.scales for w in weights]),
-        zeros=zeros,
-        shape=(sum(w.shape[0] for w in weights), first.shape[1]),
-    )
+def stack_rows(weights: Sequence[StoredT]) -> StoredT:
+    """Matrices of one format and row length as one, the rows of the first on top."""
+    return cast(StoredT, weights[0].format.stack(weights))
 
 
 class ChosenSegments:
@@ -75,12 +68,12 @@ def by_option(choices: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def decode_segments(
-    options: Sequence[PackedWeight | Tensor], choices: NDArray[np.int64] | ChosenSegments, out: Tensor
+    options: Sequence[Option], choices: NDArray[np.int64] | ChosenSegments, out: Tensor
 ) -> Tensor:
     """Decode a stack of matrices, each at the option chosen for it; one pass per option, not per matrix.
 
     Args:
-        options: K versions of the same stack, (segments x rows, in), packed or dense.
+        options: K versions of the same stack, (segments x rows, in), stored or dense.
         choices: (segments,) option of every matrix of the stack.
         out: (segments x rows, in), contiguous; written to.
     """
@@ -91,7 +84,7 @@ def decode_segments(
     weights: list[PackedWeight] = []
     parts: list[NDArray[np.int64]] = []
     for k, start, stop in chosen.runs:
-        option = options[k]
+        option = unwrapped(options[k])
         if direct and isinstance(option, PackedWeight):
             weights.append(option)
             parts.append(chosen.order[start:stop])
@@ -100,7 +93,10 @@ def decode_segments(
         if isinstance(option, Tensor):
             target[there] = option.view(segments, rows, -1)[there].to(out.dtype)
         elif stop - start == segments:
-            option.dequantize(out=out)
+            option.decode(out)
+        elif not isinstance(option, PackedWeight):
+            for segment in chosen.order[start:stop].tolist():
+                option.rows(segment * rows, (segment + 1) * rows).decode(target[segment])
         else:
             taken = _segments_of(option, there, segments)
             target[there] = taken.dequantize(out.dtype).view(stop - start, rows, -1)
@@ -112,15 +108,8 @@ def _segments_of(weight: PackedWeight, places: Tensor, segments: int) -> PackedW
     def pick(part: Tensor) -> Tensor:
         return part.view(segments, -1, part.shape[1])[places].flatten(0, 1)
 
-    zeros = None if weight.zeros is None else pick(weight.zeros)
-    packed = pick(weight.packed)
-    return replace(
-        weight,
-        packed=packed,
-        scales=pick(weight.scales),
-        zeros=zeros,
-        shape=(packed.shape[0], weight.shape[1]),
-    )
+    parts = {name: pick(part) for name, part in weight.tensors.items()}
+    return weight.over(parts, (parts["packed"].shape[0], weight.shape[1]))
 
 
 def _decode_chosen(
@@ -138,7 +127,7 @@ def _decode_chosen(
     def task(a: int, b: int) -> None:
         for grid, start, stop in zip(grids, [0, *stops], stops, strict=False):
             if start < b and a < stop:
-                cpu_kernels.decode_float_at(
+                integer_kernels_cpu.decode_float_at(
                     grid.stream, grid.bits, grid.scales, grid.zeros, grid.group_size, grid.rounding,
                     wanted[max(a, start) : min(b, stop)], values,
                 )  # fmt: skip

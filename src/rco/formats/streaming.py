@@ -9,16 +9,18 @@ computes. Device memory is a few buffers, whatever the model's size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from rco.formats.packing import PackedWeight
+from rco.formats.base import ActivationRule, Stored
+from rco.formats.products import Option
 
-__all__ = ["STREAM_SLOTS", "OptionStream", "StreamedOptions", "pinned", "pinned_together"]
+__all__ = ["STREAM_SLOTS", "OptionStream", "StreamedOptions", "activation_rules", "pinned", "pinned_together"]
 
-Option = PackedWeight | Tensor
+StoredT = TypeVar("StoredT", bound=Stored)
 
 _ALIGNMENT = 256
 _AHEAD = 2  # requests in flight beside the present one
@@ -67,7 +69,7 @@ class OptionStream:
             for position in range(min(_AHEAD, len(self._order))):
                 self._prefetch(position)
 
-    def fetch(self, layer: int, option: int | None) -> list[PackedWeight | None]:
+    def fetch(self, layer: int, option: int | None) -> list[Stored | None]:
         """The packed options asked for, for what is launched on the device before the next request; others None."""
         position, request = self._position, _Request(layer, option)
         if request == self._latest:
@@ -142,12 +144,11 @@ class StreamedOptions(Sequence[Option]):
     def __init__(self, stream: OptionStream, index: int, options: Sequence[Option]) -> None:
         self._stream, self._index = stream, index
         self.choice: int | None = None
-        packed = [option for option in options if isinstance(option, PackedWeight)]
+        packed = [option for option in options if isinstance(option, Stored)]
         together = iter(packed if _together(packed) else pinned(packed))
         self._options = [option if isinstance(option, Tensor) else next(together) for option in options]
-        parts = [
-            part for option in self._options if isinstance(option, PackedWeight) for part in _parts(option)
-        ]
+        self.rules = activation_rules(self._options)
+        parts = [part for option in self._options if isinstance(option, Stored) for part in _parts(option)]
         if not parts:
             raise ValueError(
                 "There is no packed option to stream; a layer of dense options stays on the device."
@@ -159,7 +160,7 @@ class StreamedOptions(Sequence[Option]):
 
     def __getitem__(self, index: int) -> Option:  # type: ignore[override]
         option = self._options[index]
-        if isinstance(option, Tensor):
+        if not self.streams(index):
             return option
         fetched = self._stream.fetch(self._index, index)[index]
         assert fetched is not None
@@ -179,7 +180,7 @@ class StreamedOptions(Sequence[Option]):
     @property
     def packed_bytes(self) -> int:
         """Bytes of the packed options."""
-        return sum(option.nbytes for option in self._options if isinstance(option, PackedWeight))
+        return sum(option.nbytes for option in self._options if isinstance(option, Stored))
 
     def all(self) -> list[Option]:
         """Every option on the device."""
@@ -191,18 +192,19 @@ class StreamedOptions(Sequence[Option]):
 
     def streams(self, option: int) -> bool:
         """Whether an option is packed, and so in host memory."""
-        return isinstance(self._options[option], PackedWeight)
+        weight = self._options[option]
+        return isinstance(weight, Stored) and bool(weight.tensors)
 
     def span(self, option: int | None) -> tuple[int, int]:
         """Bytes of the host buffer that a request needs."""
         if option is None:
             return 0, self.host.nbytes
         weight = self._options[option]
-        assert isinstance(weight, PackedWeight)
+        assert isinstance(weight, Stored)
         places = [(_place(part), part.nbytes) for part in _parts(weight)]
         return min(at for at, _ in places), max(at + size for at, size in places)
 
-    def views(self, slot: Tensor, option: int | None) -> list[PackedWeight | None]:
+    def views(self, slot: Tensor, option: int | None) -> list[Stored | None]:
         """The fetched options as packed weights over a device buffer."""
         return [
             None if isinstance(weight, Tensor) or option not in (None, index) else _over(weight, slot)
@@ -210,35 +212,39 @@ class StreamedOptions(Sequence[Option]):
         ]
 
 
-def pinned(options: Sequence[PackedWeight]) -> list[PackedWeight]:
+def pinned(options: Sequence[StoredT]) -> list[StoredT]:
     """The same weights, their parts side by side in one buffer of pinned host memory."""
     sizes = [-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for option in options for part in _parts(option)]
     host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     place, moved = 0, []
     for option in options:
-        copies = []
-        for part in _parts(option):
+        copies = {}
+        for name, part in option.tensors.items():
             copy = host[place : place + part.nbytes].view(part.dtype).view(part.shape)
-            copies.append(copy.copy_(part))
+            copies[name] = copy.copy_(part)
             place += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
-        zeros = copies[2] if option.zeros is not None else None
-        moved.append(replace(option, packed=copies[0], scales=copies[1], zeros=zeros))
+        moved.append(option.over(copies))
     return moved
 
 
 def pinned_together(
-    options: Mapping[str, Mapping[str, PackedWeight]],
-) -> dict[str, dict[str, PackedWeight]]:
+    options: Mapping[str, Mapping[str, StoredT]],
+) -> dict[str, dict[str, StoredT]]:
     """The same by the names of weights and options, all in one buffer: what a layer fetches at once."""
     moved = iter(pinned([option for listed in options.values() for option in listed.values()]))
     return {name: {label: next(moved) for label in listed} for name, listed in options.items()}
 
 
-def _parts(weight: PackedWeight) -> list[Tensor]:
-    return [part for part in (weight.packed, weight.scales, weight.zeros) if part is not None]
+def activation_rules(options: Sequence[Option]) -> list[ActivationRule | None]:
+    """Rounding of a layer's inputs under each of its options."""
+    return [None if isinstance(option, Tensor) else option.format.activation for option in options]
 
 
-def _together(options: Sequence[PackedWeight]) -> bool:
+def _parts(weight: Stored) -> list[Tensor]:
+    return list(weight.tensors.values())
+
+
+def _together(options: Sequence[Stored]) -> bool:
     parts = [part for option in options for part in _parts(option)]
     homes = {part.untyped_storage().data_ptr() for part in parts}
     return len(homes) == 1 and (parts[0].is_pinned() or not torch.cuda.is_available())
@@ -248,10 +254,10 @@ def _place(part: Tensor) -> int:
     return int(part.storage_offset()) * part.element_size()
 
 
-def _over(weight: PackedWeight, slot: Tensor) -> PackedWeight:
-    views = [
-        slot[_place(part) : _place(part) + part.nbytes].view(part.dtype).view(part.shape)
-        for part in _parts(weight)
-    ]
-    zeros = views[2] if weight.zeros is not None else None
-    return replace(weight, packed=views[0], scales=views[1], zeros=zeros)
+def _over(weight: Stored, slot: Tensor) -> Stored:
+    return weight.over(
+        {
+            name: slot[_place(part) : _place(part) + part.nbytes].view(part.dtype).view(part.shape)
+            for name, part in weight.tensors.items()
+        }
+    )

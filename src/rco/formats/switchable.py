@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rco.formats.packing import OptionProducts, PackedWeight, on_triton_path
-from rco.formats.streaming import OptionStream, StreamedOptions
+from rco.formats.base import ActivationRule, Stored
+from rco.formats.integer import PackedWeight, on_triton_path
+from rco.formats.products import Option, OptionProducts, unwrapped
+from rco.formats.streaming import OptionStream, StreamedOptions, activation_rules
 
 __all__ = [
     "LayerOptions",
@@ -26,10 +28,7 @@ __all__ = [
     "SwitchableLinear",
     "WeightBuffer",
     "switchable_linear",
-    "switchable_weight",
 ]
-
-Option = PackedWeight | Tensor
 
 
 class WeightBuffer:
@@ -76,14 +75,22 @@ class LayerOptions:
     Args:
         options: K weights of one shape.
         parts: Matrices below each other in every one of them, each with a choice and products of its own.
+
+    Attributes:
+        rules: Rounding of the inputs under each option.
     """
 
     def __init__(self, options: Sequence[Option], parts: int = 1) -> None:
-        self.listed, self.parts = options, parts
         self.streamed = options if isinstance(options, StreamedOptions) else None
-        first = options[0] if self.streamed is None else self.streamed
+        self.listed: Sequence[Option] = (
+            options if self.streamed is not None else [unwrapped(option) for option in options]
+        )
+        self.parts = parts
+        placed = (each for each in self.listed if isinstance(each, Tensor) or each.tensors)
+        first = self.streamed if self.streamed is not None else next(placed, self.listed[0])
         rows, columns = first.shape
         self.shape, self.device = (rows, columns), first.device
+        self.rules = self.streamed.rules if self.streamed is not None else activation_rules(self.listed)
         self._products: dict[tuple[bool, ...] | None, OptionProducts] = {}
         self._chosen: dict[torch.dtype, Callable[[Tensor, Tensor], None] | None] = {}
 
@@ -97,14 +104,24 @@ class LayerOptions:
         return found
 
     def chosen_decoder(self, dtype: torch.dtype) -> Callable[[Tensor, Tensor], None] | None:
-        """What decodes the option that a number on the device picks for every part; None where nothing does."""
+        """A kernel that decodes the option that a number on the device picks for each part; None if none does."""
         if dtype not in self._chosen:
             self._chosen[dtype] = None
-            first = self.listed[0] if self.streamed is None else None
-            if first is not None and on_triton_path(first if isinstance(first, Tensor) else first.packed):
-                from rco.formats import gpu
+            fused = (
+                [each for each in self.listed if isinstance(each, PackedWeight | Tensor)]
+                if self.streamed is None
+                else []
+            )
+            tensors = [each if isinstance(each, Tensor) else each.packed for each in fused]
+            if (
+                tensors
+                and len(tensors) == len(self.listed)
+                and on_triton_path(tensors[0])
+                and not any(self.rules)
+            ):
+                from rco.formats import integer_kernels_gpu
 
-                self._chosen[dtype] = gpu.chosen_decoder(self.listed, dtype, self.shape, self.parts)
+                self._chosen[dtype] = integer_kernels_gpu.chosen_decoder(fused, dtype, self.shape, self.parts)
         return self._chosen[dtype]
 
 
@@ -119,14 +136,14 @@ class Selection:
     """Which option a switchable layer uses.
 
     Args:
-        choice: Index of the option whose gate is one. None asks for the dense mixture ``sum_k gate_k W_k``.
-        gate: (K,) gates, needed for a mixture or for a gradient.
+        choice: Index of the option whose gate is one.
+        gate: (K,) gates, needed for a gradient.
         active: Options to compute a gate gradient for; the others get exactly zero. None: all of them.
         place: () the choice as a number on the layer's device, which is then read there instead: what is launched
             with it may be launched again with another.
     """
 
-    choice: int | None
+    choice: int
     gate: Tensor | None = None
     active: tuple[bool, ...] | None = None
     place: Tensor | None = None
@@ -143,7 +160,7 @@ def switchable_linear(
 
     Args:
         x: (..., in).
-        options: K weights of shape (out, in), packed or dense.
+        options: K weights of shape (out, in), stored or dense.
         selection: The choice and its gates.
         bias: (out,) or None.
         buffer: Memory for the dense weight; None allocates it for this call.
@@ -157,7 +174,9 @@ def switchable_linear(
 def _linear(
     x: Tensor, options: LayerOptions, selection: Selection, bias: Tensor | None, buffer: WeightBuffer
 ) -> Tensor:
-    gate = selection.gate
+    gate, rule = selection.gate, options.rules[selection.choice]
+    if rule is not None:
+        x = _RoundedInput.apply(x, rule)  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled() and (
         x.requires_grad
         or (gate is not None and gate.requires_grad)
@@ -167,15 +186,6 @@ def _linear(
         return y
     with torch.no_grad():
         return F.linear(x, _dense(options, selection, x.dtype, x.device, buffer), bias)
-
-
-def switchable_weight(options: Sequence[Option], selection: Selection, dtype: torch.dtype) -> Tensor:
-    """The selected weight itself, dense (an alias where that option is dense); differentiable in the gates.
-
-    For layers that are not applied to an input here, such as an output layer handed to a chunked loss.
-    """
-    _check(options, selection)
-    return _weight(LayerOptions(options), selection, dtype)
 
 
 def _weight(options: LayerOptions, selection: Selection, dtype: torch.dtype) -> Tensor:
@@ -192,17 +202,17 @@ class SwitchableLinear(nn.Module):
     ``noise`` (out, in) is added to whichever option is selected, for those who ask what a disturbance does.
 
     Args:
-        options: K packed weights of shape (out, in); None stands for the original weight.
+        options: K stored weights of shape (out, in), in any formats; None stands for the original weight.
         original: The layer's own weight: (out, in), or (in, out) if ``transposed``.
         bias: The layer's own bias.
         transposed: Whether the original layer computes ``x @ W`` (as ``Conv1D`` in GPT-2).
         buffer: Memory for one dense weight, usually shared by all layers of a model.
-        stream: Keeps the packed options in host memory and brings them to the GPU when they are needed.
+        stream: Keeps the stored options in host memory and brings them to the GPU when they are needed.
     """
 
     def __init__(
         self,
-        options: Sequence[PackedWeight | None],
+        options: Sequence[Stored | None],
         original: Tensor,
         bias: Tensor | None = None,
         *,
@@ -223,7 +233,7 @@ class SwitchableLinear(nn.Module):
                     f"the layer needs {tuple(dense.shape)}{hint}."
                 )
         self.out_features, self.in_features = dense.shape
-        listed = [dense if option is None else option for option in options]
+        listed = [dense if option is None else unwrapped(option) for option in options]
         self.options: Sequence[Option] = listed if stream is None else stream.add(listed)
         self._known = LayerOptions(self.options)
         self.transposed = transposed
@@ -251,7 +261,7 @@ class SwitchableLinear(nn.Module):
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the packed options; the original weight is not counted."""
+        """Bytes of the stored options; the original weight is not counted."""
         if isinstance(self.options, StreamedOptions):
             return self.options.packed_bytes
         return sum(option.nbytes for option in self.options if not isinstance(option, Tensor))
@@ -262,12 +272,12 @@ class SwitchableLinear(nn.Module):
 
     def select(
         self,
-        choice: int | None,
+        choice: int,
         gate: Tensor | None = None,
         active: Sequence[bool] | None = None,
         place: Tensor | None = None,
     ) -> None:
-        """Use option ``choice`` from now on (None: the mixture of all options that ``gate`` weighs).
+        """Use option ``choice`` from now on.
 
         ``choice`` is the index of the gate that is one. It is passed as a number because reading it off the
         gate would make the host wait for the device. A ``gate`` that requires grad receives ``<G, W_k>``.
@@ -297,6 +307,18 @@ class SwitchableLinear(nn.Module):
         )
 
 
+class _RoundedInput(torch.autograd.Function):
+    """The rounding of a layer's inputs, with the gradient passed straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rule: ActivationRule) -> Tensor:
+        return rule(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 class _SwitchableLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -309,16 +331,14 @@ class _SwitchableLinear(torch.autograd.Function):
         buffer: WeightBuffer,
     ) -> Tensor:
         ctx.options, ctx.selection, ctx.buffer = options, selection, buffer
-        # The input is needed for G alone, the gates' values for a mixture alone.
-        ctx.save_for_backward(
-            x if ctx.needs_input_grad[1] else None, gate if selection.choice is None else None
-        )
+        # The input is needed for G alone.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         return F.linear(x, _dense(options, selection, x.dtype, x.device, buffer), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, _ = ctx.saved_tensors  # also sees to it that the gates of a mixture are what they were
+        (x,) = ctx.saved_tensors
         options, selection = ctx.options, ctx.selection
         wants_x, wants_gate, wants_bias, *_ = ctx.needs_input_grad
         grad_x = grad_gate = grad_bias = None
@@ -389,20 +409,10 @@ def _dense(
         out = buffer.take(options.shape, dtype, device)
         decode(selection.place, out)
         return out
-    if selection.choice is not None:
-        option = options.listed[selection.choice]
-        if isinstance(option, Tensor) and option.dtype == dtype:
-            return option
-        return _fill(option, buffer.take(options.shape, dtype, device))
-    gate = selection.gate
-    assert gate is not None
-    mixture = buffer.take(options.shape, dtype, device).zero_()
-    term = buffer.take(options.shape, dtype, device, slot=1)
-    for option, weight in zip(
-        options.listed, gate.detach().to(device=device, dtype=dtype).unbind(), strict=True
-    ):
-        mixture.add_(_fill(option, term).mul_(weight))
-    return mixture
+    option = options.listed[selection.choice]
+    if isinstance(option, Tensor) and option.dtype == dtype:
+        return option
+    return _fill(option, buffer.take(options.shape, dtype, device))
 
 
 def _fresh(options: LayerOptions, selection: Selection, dtype: torch.dtype) -> Tensor:
@@ -421,9 +431,7 @@ def _fill(option: Option, out: Tensor) -> Tensor:
 
 def _check(options: Sequence[Option], selection: Selection) -> None:
     count, choice, gate, active = len(options), selection.choice, selection.gate, selection.active
-    if choice is None and gate is None:
-        raise ValueError("A mixture (choice=None) needs gates; pass gate, or an option's index as choice.")
-    if choice is not None and not 0 <= choice < count:
+    if not 0 <= choice < count:
         raise ValueError(f"choice must be an option's index in 0..{count - 1}, got {choice}.")
     if gate is not None and tuple(gate.shape) != (count,):
         raise ValueError(f"gate must have shape ({count},), one entry per option; got {tuple(gate.shape)}.")

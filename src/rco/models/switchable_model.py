@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rco.core.transfer import send
-from rco.formats.packing import PackedWeight
+from rco.formats.base import Stored
 from rco.formats.streaming import OptionStream
 from rco.formats.switchable import Selection, SwitchableLinear, WeightBuffer
 
@@ -33,7 +33,7 @@ _ONE_HOT_TOLERANCE = 1e-6  # straight-through gates carry rounding of this size 
 
 
 def make_switchable(
-    module: nn.Module, options: Sequence[PackedWeight | None], stream: OptionStream | None = None
+    module: nn.Module, options: Sequence[Stored | None], stream: OptionStream | None = None
 ) -> SwitchableLinear:
     """The stand-in for an ``nn.Linear`` or a transformers ``Conv1D``; None is the module's own weight.
 
@@ -75,11 +75,10 @@ class GatedModel:
         gates: Tensor,
         group_of: Mapping[str, int],
         *,
-        relaxed: bool = False,
         active: Tensor | Sequence[Sequence[bool]] | None = None,
-        choices: list[int | None] | None = None,
+        choices: list[int] | None = None,
         recorded: bool = False,
-    ) -> list[int | None]:
+    ) -> list[int]:
         """Let every layer use the option that its row of the gates picks.
 
         Args:
@@ -87,17 +86,16 @@ class GatedModel:
                 which waits for the device that they are on.
             group_of: Layer name -> row, for every switchable layer. Layers that share a row share the choice, and
                 their gradients add.
-            relaxed: Allow rows that are not one-hot: their layers use the dense mixture of all options.
             active: (N, K) bool, options whose gradient is wanted; the others get exactly zero.
             choices: What :func:`gate_choices` read off the gates, where the caller has done so already.
             recorded: The layers read their choices off the gates when they run, so that what they launch may be
                 recorded and launched again with other gates; see :meth:`recordable`.
 
         Returns:
-            The choice of every row; None for a mixture.
+            The choice of every row.
         """
         self._check(gates, group_of, active)
-        choices = gate_choices(gates, relaxed) if choices is None else choices
+        choices = gate_choices(gates) if choices is None else choices
         if active is None:
             wanted: Sequence[Sequence[bool] | None] = [None] * len(choices)
         else:
@@ -132,9 +130,9 @@ class GatedModel:
         return dict(zip(rows, there.unbind(), strict=True))
 
     def clear(self) -> None:
-        """Forget the gates (and with them any graph they belong to); every layer keeps its choice if it has one."""
+        """Forget the gates (and with them any graph they belong to); every layer keeps its choice."""
         for module in self.modules.values():
-            module.selection = Selection(module.selection.choice or 0)
+            module.selection = Selection(module.selection.choice)
 
     def _check(
         self, gates: Tensor, group_of: Mapping[str, int], active: Tensor | Sequence[Sequence[bool]] | None
@@ -297,18 +295,17 @@ def _locate(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return parent, attribute
 
 
-def gate_choices(gates: Tensor, relaxed: bool = False) -> list[int | None]:
-    """The option that each row of the gates (N, K) picks; None for a mixture, which only ``relaxed`` allows."""
+def gate_choices(gates: Tensor) -> list[int]:
+    """The option that each row of the gates (N, K) picks."""
     values = gates.detach().cpu()
     indices = values.argmax(1)
     target = torch.zeros_like(values).scatter_(1, indices.unsqueeze(1), 1.0)
     one_hot = ((values - target).abs() <= _ONE_HOT_TOLERANCE).all(1)
-    if not relaxed and not bool(one_hot.all()):
+    if not bool(one_hot.all()):
         row = int((~one_hot).nonzero()[0])
         raise ValueError(
-            f"Row {row} of the gates is not one-hot: {values[row].tolist()}. "
-            "Pass one-hot gates, or relaxed=True for the (slower) dense mixture."
+            f"Row {row} of the gates is not one-hot: {values[row].tolist()}. Pass one-hot gates; they may carry "
+            "gradient."
         )
-    return [
-        int(index) if hard else None for index, hard in zip(indices.tolist(), one_hot.tolist(), strict=True)
-    ]
+    found: list[int] = indices.tolist()
+    return found

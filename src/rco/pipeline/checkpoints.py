@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rco import registry
-from rco.compression.accounting import DENSE
 from rco.compression.budget import Budget
 from rco.compression.engines import Engine
 from rco.compression.gguf_file import ALIGNMENT
@@ -21,7 +20,8 @@ from rco.core.problem import Allocation
 from rco.evaluation.size import average_bits, checkpoint_size, read_headers
 from rco.export.engine_checks import validate_for_engine
 from rco.export.recipes import Choice, RecipeExporter
-from rco.formats.packing import PackedWeight
+from rco.formats.base import Format, Stored
+from rco.formats.original import ORIGINAL
 from rco.models.gguf_names import gguf_names
 from rco.models.loading import LoadedModel, load_model
 from rco.models.moe.layers import moe_layers, stored_names
@@ -39,7 +39,7 @@ _LOW_PRECISION_TOLERANCE = 5e-2
 _CHECKED_TOKENS = 64  # of a checkpoint that is read back
 
 
-Deployed = tuple[LoadedModel, Mapping[str, PackedWeight]]
+Deployed = tuple[LoadedModel, Mapping[str, Stored]]
 
 
 def export_checkpoint(
@@ -156,7 +156,7 @@ def check_recipe(exporter: Any, loaded: LoadedModel, plan: CompressionPlan) -> N
     linears = {info.name: info for info in model_linears(loaded.layout, loaded.model, include_head=True)}
     # Neighbouring groups at different widths, and every group at each of its own.
     for turn in range(max(len(group.widths) for group in plan.groups)):
-        schemes = dict.fromkeys(linears, DENSE)
+        schemes: dict[str, Format] = dict.fromkeys(linears, ORIGINAL)
         for number, group in enumerate(plan.groups):
             width = group.widths[(number + turn) % len(group.widths)]
             schemes |= {member.name: plan.scheme(member, width) for member in group.members}

@@ -1,6 +1,7 @@
 """Public contract checks and problems whose optimum is known, for tests here and in other people's packages."""
 
 from rco.testing.contracts import check_objective, check_searcher
+from rco.testing.format_checks import check_format
 from rco.testing.problems import (
     NetworkObjective,
     QuadraticObjective,
@@ -12,6 +13,7 @@ from rco.testing.problems import (
 __all__ = [
     "NetworkObjective",
     "QuadraticObjective",
+    "check_format",
     "check_objective",
     "check_searcher",
     "enumerate_feasible",

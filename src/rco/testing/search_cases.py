@@ -21,7 +21,8 @@ from rco.core.knapsack import solve_mckp
 from rco.core.problem import AllocationProblem
 from rco.core.relaxation import gumbel_noise
 from rco.data.calibration import CalibrationSet
-from rco.formats.packing import PackedWeight, packed_words
+from rco.formats.base import Stored
+from rco.formats.integer import PackedWeight, packed_words
 from rco.formats.streaming import pinned_together
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
@@ -110,7 +111,7 @@ def make_case(
     loaded: LoadedModel | None = None,
     checkpointing: bool = False,
     memory: Residency = "resident",
-    packed: Mapping[str, Mapping[str, PackedWeight]] | None = None,
+    packed: Mapping[str, Mapping[str, Stored]] | None = None,
     job: Job | None = None,
 ) -> Case:
     """A model of a shape, its options and its tokens.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from rco.formats.packing import PackedWeight
+from rco.formats.base import Stored
 from rco.losses import Head, chunked_cross_entropy, sample_tokens
 from rco.models.loading import LoadedModel
 from rco.models.moe.expert_pairs import ExpertPairs, ExpertWeights, expert_weights, routed_tokens
@@ -120,7 +120,7 @@ class SharedOptions:
     """
 
     layer: MoELayer
-    linears: Mapping[str, Sequence[PackedWeight | None]]
+    linears: Mapping[str, Sequence[Stored | None]]
 
     def changes(self, hidden: Tensor) -> dict[str, Tensor]:
         """(K,) squared norms for every linear on some tokens, one linear at one option at a time."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rco.core.transfer import send, send_together
-from rco.formats.packing import PackedWeight
+from rco.formats.base import Stored
 from rco.formats.stacks import ChosenSegments, by_option, decode_segments
 from rco.formats.streaming import OptionStream, StreamedOptions
 from rco.formats.switchable import LayerOptions, WeightBuffer
@@ -51,8 +51,8 @@ class ExpertOptions:
     def __init__(
         self,
         layer: MoELayer,
-        up: Sequence[PackedWeight | None],
-        down: Sequence[PackedWeight | None],
+        up: Sequence[Stored | None],
+        down: Sequence[Stored | None],
         *,
         pruned: int | None = None,
         buffer: WeightBuffer | None = None,
@@ -154,14 +154,12 @@ class ExpertOptions:
         if self._remembered is not None and self._remembered[0] == own:
             return self._remembered[1]
         if self._streamed is not None:
-            arrived = (option for option in self._streamed.all() if isinstance(option, PackedWeight))
+            arrived = (option for option in self._streamed.all() if isinstance(option, Stored))
             options = [tuple(None if o is None else next(arrived) for o in listed) for listed in options]
         made, copies = [], self._reorders_own()
         for listed, stack, read in zip(options, stacks, (up, down), strict=True):
             # A placeholder for own weights that are not read avoids their copy.
-            there: PackedWeight | Tensor | None = next(
-                (option for option in listed if option is not None), None
-            )
+            there: Stored | Tensor | None = next((option for option in listed if option is not None), None)
             if there is None or (None in listed and (not copies or any(listed[k] is None for k in read))):
                 there = stack.reshape(-1, stack.shape[3])
             filled = [there if option is None else option for option in listed]
@@ -336,7 +334,7 @@ class SwitchableExperts:
         one_device = len(self._places) == 1
         return one_device and all(options.follows_places(dtype) for options in self.options.values())
 
-    def check_gates(self, choices: Sequence[int | None]) -> None:
+    def check_gates(self, choices: Sequence[int]) -> None:
         """Refuse choices that leave a router fewer experts than it picks."""
         if self._removed is not None and self.handle.mode == "deployed":
             self.handle.check_deployed(torch.cat(self._staying(self._picked(choices))))
@@ -344,7 +342,7 @@ class SwitchableExperts:
     def set_gates(
         self,
         gates: Tensor,
-        choices: Sequence[int | None],
+        choices: Sequence[int],
         recorded: bool = False,
         mode: GateMode = "deployed",
     ) -> None:
@@ -390,15 +388,10 @@ class SwitchableExperts:
     def _host_rows(self, layers: Sequence[int]) -> Tensor:
         return torch.from_numpy(np.concatenate([self._rows[layer] for layer in layers]))
 
-    def _picked(self, choices: Sequence[int | None]) -> dict[int, NDArray[np.int64]]:
+    def _picked(self, choices: Sequence[int]) -> dict[int, NDArray[np.int64]]:
         """(experts, 3) option of every layer's projections, in host memory."""
-        chosen = np.array([-1 if choice is None else choice for choice in choices], dtype=np.int64)
-        picked = {layer: chosen[rows] for layer, rows in self._rows.items()}
-        for index, taken in picked.items():
-            if (taken < 0).any():
-                name = self.handle.layers[index].name
-                raise ValueError(f"{name} needs one option per expert, not a mixture of options.")
-        return picked
+        chosen = np.array(choices, dtype=np.int64)
+        return {layer: chosen[rows] for layer, rows in self._rows.items()}
 
     def _staying(self, picked: Mapping[int, NDArray[np.int64]]) -> list[Tensor]:
         """Which experts of every sparse layer stay, in host memory."""

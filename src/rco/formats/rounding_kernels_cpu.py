@@ -11,7 +11,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from rco.formats.cpu_kernels import REASSOCIATE, as_bfloat16, as_half
+from rco.formats.integer_kernels_cpu import REASSOCIATE, as_bfloat16, as_half
 
 __all__ = [
     "NOISE_FLOOR",

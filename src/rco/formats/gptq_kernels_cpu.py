@@ -11,7 +11,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from rco.formats.grid_kernels import fit_group, round_to_storage
+from rco.formats.rounding_kernels_cpu import fit_group, round_to_storage
 
 __all__ = ["TILE", "descend_columns", "gptq_columns"]
 

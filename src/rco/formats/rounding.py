@@ -1,6 +1,6 @@
-"""Quantization grids: which values a code can stand for, and how their range is fitted to a group of weights.
+"""Range fitting and rounding to nearest on integer grids.
 
-A grid maps codes to ``(code - zero) * scale``. Its range is searched for every row and group: the extremes are
+The range of a grid is searched for every row and group: the extremes are
 shrunk step by step, the zero point moved to its neighbours (or, on a symmetric grid, the extra level turned to the
 other side by the sign of the scale), the squared error compared, and the best scale refined by least squares.
 """
@@ -16,20 +16,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rco.formats import grid_kernels
-from rco.formats.compiled import on_compiled_path
-from rco.formats.packing import PackedWeight, on_triton_path, pack
-from rco.formats.row_threads import over_rows
+from rco.formats import rounding_kernels_cpu
+from rco.formats.integer import IntegerGrid, PackedWeight, on_triton_path, pack
+from rco.formats.integer_kernels_cpu import on_compiled_path, over_rows
 
-__all__ = ["Clip", "FitSettings", "Grid", "fit_groups", "nearest_codes", "round_to_nearest"]
+__all__ = ["Clip", "FitSettings", "fit_groups", "nearest_codes", "round_to_nearest"]
 
 Clip = Literal["search", "minmax"]
 
 _STORAGE = {
-    torch.float64: grid_kernels.STORE_DOUBLE,
-    torch.float32: grid_kernels.STORE_FLOAT,
-    torch.float16: grid_kernels.STORE_HALF,
-    torch.bfloat16: grid_kernels.STORE_BFLOAT16,
+    torch.float64: rounding_kernels_cpu.STORE_DOUBLE,
+    torch.float32: rounding_kernels_cpu.STORE_FLOAT,
+    torch.float16: rounding_kernels_cpu.STORE_HALF,
+    torch.bfloat16: rounding_kernels_cpu.STORE_BFLOAT16,
 }
 # Smallest part of the full range worth trying, by width: fine grids lose more by clipping than they gain.
 _SMALLEST_SHRINK = {1: 0.2, 2: 0.3, 3: 0.4, 4: 0.5, 5: 0.6, 6: 0.7, 7: 0.8, 8: 0.8}
@@ -40,45 +39,19 @@ _CHUNK_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True)
-class Grid:
-    """One way to quantize a matrix.
+class FitSettings:
+    """How ranges are fitted.
 
     Attributes:
-        bits: Width of a code, 1 to 8.
-        group_size: Columns that share a scale; None for one scale per row.
-        symmetric: Zero point fixed at ``2^(bits - 1)`` and not stored; else one per row and group.
+        clip: By search, or by the extremes.
+        storage_dtype: Type of the scales.
         signed_scales: Let the scales of a symmetric grid be negative, so that its extra level can be on the
             positive side. Decoding is the same product; at 2 bits this takes a sixth off the squared error.
     """
 
-    bits: int
-    group_size: int | None = None
-    symmetric: bool = False
-    signed_scales: bool = True
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise ValueError(f"A grid has 1 to 8 bits, got bits={self.bits}.")
-        if self.group_size is not None and self.group_size < 1:
-            raise ValueError(
-                f"group_size must be at least 1, or None for one scale per row; got {self.group_size}."
-            )
-
-    def columns_per_group(self, cols: int) -> int:
-        """Group size on rows of ``cols`` columns."""
-        return max(1, cols if self.group_size is None else min(self.group_size, cols))
-
-    def groups(self, cols: int) -> int:
-        """Number of scales per row."""
-        return -(-cols // self.columns_per_group(cols))
-
-
-@dataclass(frozen=True)
-class FitSettings:
-    """How ranges are fitted: by extremes or by search, and in which type scales are stored."""
-
     clip: Clip
     storage_dtype: torch.dtype
+    signed_scales: bool = True
 
     def __post_init__(self) -> None:
         if self.clip not in ("search", "minmax"):
@@ -91,18 +64,18 @@ class FitSettings:
         """The compiled kernels' name of the storage type."""
         return _STORAGE[self.storage_dtype]
 
-    def limits(self, grid: Grid, working: torch.dtype) -> tuple[float, float]:
+    def limits(self, grid: IntegerGrid, working: torch.dtype) -> tuple[float, float]:
         """Smallest scale at full precision and largest one whose outermost codes do not overflow."""
         kinds = torch.finfo(self.storage_dtype), torch.finfo(working)
         return max(kind.tiny for kind in kinds), min(kind.max for kind in kinds) / (1 << grid.bits)
 
-    def search(self, grid: Grid) -> NDArray[np.float64]:
+    def search(self, grid: IntegerGrid) -> NDArray[np.float64]:
         """(steps, smallest shrink, refinements, signed), as the kernels take it."""
         if self.clip == "minmax":
             return np.zeros(4)
         steps = _STEPS_SYMMETRIC if grid.symmetric else _STEPS
         steps = steps if grid.bits <= 5 else steps // 2
-        return np.array([steps, _SMALLEST_SHRINK[grid.bits], _REFINEMENTS, grid.signed_scales], np.float64)
+        return np.array([steps, _SMALLEST_SHRINK[grid.bits], _REFINEMENTS, self.signed_scales], np.float64)
 
 
 def check_weight(weight: Tensor) -> None:
@@ -142,7 +115,7 @@ def normalized_importance(importance: Tensor | None, weight: Tensor) -> Tensor:
 
 
 def fit_groups(
-    weight: Tensor, grid: Grid, settings: FitSettings, importance: Tensor
+    weight: Tensor, grid: IntegerGrid, settings: FitSettings, importance: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Scales (rows, groups) in the weight's type, already rounded to storage, and zero points, uint8.
 
@@ -169,7 +142,7 @@ def fit_groups(
     limits = np.array(settings.limits(grid, weight.dtype), dtype=source.dtype)
 
     def task(a: int, b: int) -> None:
-        grid_kernels.fit_rows(
+        rounding_kernels_cpu.fit_rows(
             source[a:b], columns, group, grid.bits, grid.symmetric, settings.storage, limits, search,
             target[a:b], zero[a:b],
         )  # fmt: skip
@@ -182,7 +155,7 @@ def on_fitting_kernels(weight: Tensor, group: int, settings: FitSettings) -> boo
     """Whether the GPU kernels can fit groups of this many columns."""
     if not on_triton_path(weight) or torch.float64 in (weight.dtype, settings.storage_dtype):
         return False
-    from rco.formats.triton_gptq import WIDEST_GROUP
+    from rco.formats.gptq_kernels_triton import WIDEST_GROUP
 
     return group <= WIDEST_GROUP
 
@@ -190,7 +163,7 @@ def on_fitting_kernels(weight: Tensor, group: int, settings: FitSettings) -> boo
 def fit_span(
     weight: Tensor,
     span: tuple[int, int],
-    grid: Grid,
+    grid: IntegerGrid,
     settings: FitSettings,
     importance: Tensor,
     scales: Tensor,
@@ -198,10 +171,10 @@ def fit_span(
     first_group: int,
 ) -> None:
     """On a GPU, fit the groups of the columns ``span`` into the columns of ``scales`` from ``first_group`` on."""
-    from rco.formats import triton_gptq
+    from rco.formats import gptq_kernels_triton
 
     steps, shrink, refinements, signed = settings.search(grid).tolist()
-    triton_gptq.fit(
+    gptq_kernels_triton.fit(
         weight,
         importance,
         scales,
@@ -217,7 +190,7 @@ def fit_span(
     )
 
 
-def nearest_codes(weight: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Tensor:
+def nearest_codes(weight: Tensor, scales: Tensor, zeros: Tensor, grid: IntegerGrid) -> Tensor:
     """The code nearest to every weight, uint8 (rows, in)."""
     rows, cols = weight.shape
     group = grid.columns_per_group(cols)
@@ -232,14 +205,14 @@ def nearest_codes(weight: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> 
 
     def task(a: int, b: int) -> None:
         source, scale, zero = (array[a:b] for array in arrays)
-        grid_kernels.quantize_rows(source, scale, zero, group, grid.bits, target[a:b])
+        rounding_kernels_cpu.quantize_rows(source, scale, zero, group, grid.bits, target[a:b])
 
     over_rows(rows, cols, task)
     return codes
 
 
 def differences(
-    weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, grid: Grid, settings: FitSettings
+    weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, grid: IntegerGrid, settings: FitSettings
 ) -> tuple[Tensor, Tensor]:
     """``weight - decoded`` and the squared lengths of its rows."""
     rows, cols = weight.shape
@@ -255,14 +228,16 @@ def differences(
 
     def task(a: int, b: int) -> None:
         source, code, scale, zero = (array[a:b] for array in arrays)
-        grid_kernels.differences(source, code, scale, zero, group, settings.storage, target[a:b], size[a:b])
+        rounding_kernels_cpu.differences(
+            source, code, scale, zero, group, settings.storage, target[a:b], size[a:b]
+        )
 
     over_rows(rows, cols, task)
     return result, sizes
 
 
 def assemble(
-    codes: Tensor, scales: Tensor, zeros: Tensor, grid: Grid, storage_dtype: torch.dtype
+    codes: Tensor, scales: Tensor, zeros: Tensor, grid: IntegerGrid, storage_dtype: torch.dtype
 ) -> PackedWeight:
     """A packed weight from codes and fitted grids."""
     rows, cols = codes.shape
@@ -279,11 +254,12 @@ def assemble(
 
 def round_to_nearest(
     weight: Tensor,
-    grids: Sequence[Grid],
+    grids: Sequence[IntegerGrid],
     *,
     importance: Tensor | None = None,
     clip: Clip = "search",
     storage_dtype: torch.dtype | None = None,
+    signed_scales: bool = True,
 ) -> list[PackedWeight]:
     """Quantize a matrix to each of several grids, every weight to its nearest code.
 
@@ -294,9 +270,10 @@ def round_to_nearest(
             Hessian; all equal if not given.
         clip: Search the range, or take the extremes.
         storage_dtype: Type of the scales and of decoded values; that of the weight if not given.
+        signed_scales: Let scales of symmetric grids be negative.
     """
     check_weight(weight)
-    settings = FitSettings(clip, storage_dtype or weight.dtype)
+    settings = FitSettings(clip, storage_dtype or weight.dtype, signed_scales)
     values = weight.detach().to(working_dtype(weight)).contiguous()
     columns = normalized_importance(importance, values)
     result = []
@@ -309,7 +286,7 @@ def round_to_nearest(
 
 
 def _fit_torch(
-    values: Tensor, grid: Grid, settings: FitSettings, importance: Tensor
+    values: Tensor, grid: IntegerGrid, settings: FitSettings, importance: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The fit of one group with torch operations, for devices that the compiled kernels do not serve."""
     chunk = max(1, _CHUNK_ELEMENTS // (values.shape[1] * 3 * _STEPS_SYMMETRIC))
@@ -321,7 +298,7 @@ def _fit_torch(
 
 
 def _fit_torch_rows(
-    values: Tensor, grid: Grid, settings: FitSettings, importance: Tensor
+    values: Tensor, grid: IntegerGrid, settings: FitSettings, importance: Tensor
 ) -> tuple[Tensor, Tensor]:
     top, half = (1 << grid.bits) - 1, 1 << (grid.bits - 1)
     tiny, huge = settings.limits(grid, values.dtype)
@@ -341,7 +318,7 @@ def _fit_torch_rows(
     most, least = values.amax(dim=1).clamp_min(0), values.amin(dim=1).clamp_max(0)
     size = torch.maximum(most, -least)
     if grid.symmetric:
-        scale = stored(size * grid_kernels.OFF_TIE / (half - 0.5))
+        scale = stored(size * rounding_kernels_cpu.OFF_TIE / (half - 0.5))
         zero = torch.full_like(scale, half)
     else:
         scale = stored((most - least) / top)
@@ -362,10 +339,10 @@ def _fit_torch_rows(
         zeros = torch.stack([middle - 1, middle, middle + 1], dim=1).clamp(0, top).flatten(0, 1)
         trials = trials.repeat_interleave(3, dim=0)
     live = size > 0
-    floor = (importance * values.square()).sum(dim=1) * grid_kernels.NOISE_FLOOR
+    floor = (importance * values.square()).sum(dim=1) * rounding_kernels_cpu.NOISE_FLOOR
     smallest = errors_of(scale, zero)
     for trial, trial_zero, error in zip(trials, zeros, errors_of(trials, zeros), strict=True):
-        better = live & (error < smallest * (1 - grid_kernels.NOISE_MARGIN) - floor)
+        better = live & (error < smallest * (1 - rounding_kernels_cpu.NOISE_MARGIN) - floor)
         scale, zero = torch.where(better, trial, scale), torch.where(better, trial_zero, zero)
         smallest = torch.where(better, error, smallest)
     for _ in range(int(refinements)):
@@ -373,6 +350,6 @@ def _fit_torch_rows(
         product, square = (importance * taken * values).sum(dim=1), (importance * taken * taken).sum(dim=1)
         trial = stored(torch.where(square > 0, product / square, scale))
         error = errors_of(trial, zero)
-        better = live & (error < smallest * (1 - grid_kernels.NOISE_MARGIN) - floor)
+        better = live & (error < smallest * (1 - rounding_kernels_cpu.NOISE_MARGIN) - floor)
         scale, smallest = torch.where(better, trial, scale), torch.where(better, error, smallest)
     return scale, zero

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rco.formats import packing
-from rco.formats.packing import PackedWeight, inner_products, pack, packed_words, unpack
+from rco.formats import integer, products
+from rco.formats.integer import PackedWeight, pack, packed_words, unpack
+from rco.formats.products import inner_products
 
 WIDTHS = range(1, 9)
 RAGGED = [1, 2, 7, 31, 32, 33, 64, 65, 100]
@@ -20,7 +21,8 @@ STORAGE = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 def on_torch() -> Iterator[None]:
     """Inside, operations of torch do what compiled loops do on a CPU, as on devices that have neither."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "on_compiled_path", lambda tensor: False)
+        for module in (integer, products):
+            patch.setattr(module, "on_compiled_path", lambda tensor: False)
         yield
 
 
@@ -74,7 +76,7 @@ def test_portable_unpack_agrees_with_compiled(bits: int, cols: int, monkeypatch:
     rng = torch.Generator().manual_seed(cols)
     packed = torch.randint(-(2**31), 2**31, (3, packed_words(cols, bits)), dtype=torch.int32, generator=rng)
     compiled = unpack(packed, bits, cols)
-    monkeypatch.setattr(packing, "on_compiled_path", lambda tensor: False)
+    monkeypatch.setattr(integer, "on_compiled_path", lambda tensor: False)
     assert torch.equal(unpack(packed, bits, cols), compiled)
 
 
@@ -158,7 +160,7 @@ def test_inner_products_match_autograd_through_the_mixture(
     assert exact.dtype == torch.float64
     assert ((exact - gates.grad).abs() / scale).max() < 1e-14
     assert torch.equal(inner_products(gradient, options[2:3])[0], exact[2])
-    assert torch.equal(options[2].inner_product(gradient), exact[2])
+    assert torch.equal(options[2].format.inner_products(options[2], gradient)[0], exact[2])
 
     for low, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)):
         coarse = (gradient / gradient.abs().max()).to(low)
@@ -205,7 +207,9 @@ def test_bytes_and_device_copies() -> None:
 )
 def test_inconsistent_parts_are_refused(change: dict[str, object], message: str) -> None:
     weight = make(3, 8, 100, 32, False, torch.bfloat16)
-    parts = {name: getattr(weight, name) for name in weight.__dataclass_fields__}
+    parts = {
+        name: getattr(weight, name) for name in ("packed", "scales", "zeros", "bits", "shape", "group_size")
+    }
     with pytest.raises(ValueError, match=message):
         PackedWeight(**{**parts, **change})
 

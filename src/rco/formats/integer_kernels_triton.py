@@ -3,7 +3,7 @@
 Both walk a matrix in segments: runs of consecutive columns of one row that share a scale. Codes are taken four at
 a time (a *quad*): four codes of up to eight bits lie in two neighbouring words at most, so a thread loads one or
 two words where single codes would take one or two each. Bfloat16 matrices of regular shape, which is what a
-search meets, have kernels of their own in :mod:`rco.formats.triton_bfloat16`; those here take all others.
+search meets, have kernels of their own in :mod:`rco.formats.integer_kernels_bfloat16`; those here take all others.
 
 Every option's value is rounded to the type its scales are stored in, as a checkpoint decodes it; products with the
 gradient are summed in float32 within a program, and over programs in float64, in a fixed order.

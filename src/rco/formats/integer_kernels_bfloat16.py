@@ -1,4 +1,4 @@
-"""The GPU kernels of :mod:`rco.formats.triton_kernels` for what a search meets: bfloat16, regular shapes.
+"""The GPU kernels of :mod:`rco.formats.integer_kernels_triton` for what a search meets: bfloat16, regular shapes.
 
 Where rows and groups are whole runs of columns (of 128 to decode, of 32 to meet a gradient), the matrix is one flat
 run and needs no rows, columns or masks. Two codes at a time are written into the low bits of a pair of bfloat16
@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rco.formats.integer_kernels_triton import DENSE, Operand, multiprocessors, over_programs, partial_sums
 from rco.formats.launching import launching_at
-from rco.formats.triton_kernels import DENSE, Operand, multiprocessors, over_programs, partial_sums
 
 __all__ = ["chosen_decoder", "decoder", "decodes", "decodes_parts", "multiplier", "multiplies"]
 

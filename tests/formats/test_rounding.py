@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rco.formats import grid as grid_module
-from rco.formats.grid import FitSettings, Grid, fit_groups, round_to_nearest
+from rco.formats import rounding as rounding_module
+from rco.formats.integer import IntegerGrid
+from rco.formats.rounding import FitSettings, fit_groups, round_to_nearest
 
 STORAGE = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -27,7 +28,7 @@ def heavy_tailed(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
 def test_search_comes_close_to_an_exhaustive_one(bits: int, symmetric: bool) -> None:
     weight = heavy_tailed(40, 32)
     importance = torch.rand(32, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.1
-    found = round_to_nearest(weight, [Grid(bits, None, symmetric)], importance=importance)[0]
+    found = round_to_nearest(weight, [IntegerGrid(bits, None, symmetric)], importance=importance)[0]
     errors = weighted_errors(weight, found.dequantize(), importance)
 
     top, half = (1 << bits) - 1, 1 << (bits - 1)
@@ -58,7 +59,7 @@ def test_search_is_never_worse_than_the_extremes(
     bits: int, rows: int, cols: int, group: int | None, symmetric: bool, dtype: torch.dtype, seed: int
 ) -> None:
     weight = heavy_tailed(rows, cols, seed).to(dtype)
-    grid = Grid(bits, group, symmetric)
+    grid = IntegerGrid(bits, group, symmetric)
     searched, plain = (round_to_nearest(weight, [grid], clip=clip)[0] for clip in ("search", "minmax"))
     size = searched.group_size
     for start in range(0, cols, size):
@@ -79,7 +80,7 @@ def test_search_is_never_worse_than_the_extremes(
 def test_codes_are_the_nearest_on_the_stored_scales(dtype: torch.dtype, symmetric: bool) -> None:
     weight = heavy_tailed(9, 70).to(dtype)
     for bits in range(1, 9):
-        packed = round_to_nearest(weight, [Grid(bits, 32, symmetric)])[0]
+        packed = round_to_nearest(weight, [IntegerGrid(bits, 32, symmetric)])[0]
         assert packed.scales.dtype == dtype
         scale = packed.scales.double().repeat_interleave(32, dim=1)[:, :70]
         zero = (
@@ -104,7 +105,7 @@ def test_degenerate_groups(symmetric: bool, clip: str, dtype: torch.dtype) -> No
     weight[5, 3] = -(6e4 if dtype == torch.float16 else 1e30)
     for bits in (1, 2, 4, 8):
         for group in (None, 1, 3, 100):
-            packed = round_to_nearest(weight, [Grid(bits, group, symmetric)], clip=clip)[0]
+            packed = round_to_nearest(weight, [IntegerGrid(bits, group, symmetric)], clip=clip)[0]
             decoded = packed.dequantize()
             assert torch.isfinite(decoded).all()
             assert torch.isfinite(packed.scales).all()
@@ -116,7 +117,12 @@ def test_degenerate_groups(symmetric: bool, clip: str, dtype: torch.dtype) -> No
 
 def test_several_grids_at_once_are_the_single_ones() -> None:
     weight = heavy_tailed(7, 50).float()
-    grids = [Grid(2, 16), Grid(3, None, True), Grid(8, 50), Grid(4, 7, True, signed_scales=False)]
+    grids = [
+        IntegerGrid(2, 16),
+        IntegerGrid(3, None, True),
+        IntegerGrid(8, 50),
+        IntegerGrid(4, 7, True),
+    ]
     together = round_to_nearest(weight, grids)
     for grid, packed in zip(grids, together, strict=True):
         alone = round_to_nearest(weight, [grid])[0]
@@ -124,7 +130,6 @@ def test_several_grids_at_once_are_the_single_ones() -> None:
         assert torch.equal(alone.scales, packed.scales)
         assert packed.bits == grid.bits
         assert (packed.zeros is None) == grid.symmetric
-    assert (together[3].scales > 0).all()
     assert (together[1].scales < 0).any()
 
 
@@ -132,10 +137,12 @@ def test_signed_scales_lower_the_error() -> None:
     weight = heavy_tailed(64, 64).float()
     for bits in (2, 3, 4):
         signed, plain = (
-            round_to_nearest(weight, [Grid(bits, 32, True, signed_scales=flag)])[0] for flag in (True, False)
+            round_to_nearest(weight, [IntegerGrid(bits, 32, True)], signed_scales=flag)[0]
+            for flag in (True, False)
         )
         ours, theirs = ((weight - packed.dequantize()).square().sum().item() for packed in (signed, plain))
         assert ours < 0.95 * theirs
+        assert (plain.scales > 0).all()
 
 
 def test_importance_moves_the_error_to_columns_that_matter_less() -> None:
@@ -143,7 +150,9 @@ def test_importance_moves_the_error_to_columns_that_matter_less() -> None:
     importance = torch.ones(32)
     importance[:4] = 100.0
     weighted, plain = (
-        (weight - round_to_nearest(weight, [Grid(2)], importance=h)[0].dequantize()).square().sum(dim=0)
+        (weight - round_to_nearest(weight, [IntegerGrid(2)], importance=h)[0].dequantize())
+        .square()
+        .sum(dim=0)
         for h in (importance, None)
     )
     assert weighted[:4].sum() < 0.7 * plain[:4].sum()
@@ -161,16 +170,16 @@ def test_portable_fit_agrees_with_compiled(
     importance = torch.rand(70, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     fit = FitSettings(clip, storage)
     for bits in (1, 2, 3, 5, 8):
-        grid = Grid(bits, 32, symmetric)
+        grid = IntegerGrid(bits, 32, symmetric)
         compiled = fit_groups(weight, grid, fit, importance)
-        codes = grid_module.nearest_codes(weight, *compiled, grid)
-        expected = grid_module.differences(weight, codes, *compiled, grid, fit)
+        codes = rounding_module.nearest_codes(weight, *compiled, grid)
+        expected = rounding_module.differences(weight, codes, *compiled, grid, fit)
         with monkeypatch.context() as patch:
-            patch.setattr(grid_module, "on_compiled_path", lambda tensor: False)
-            patch.setattr(grid_module, "_CHUNK_ELEMENTS", 5000)
+            patch.setattr(rounding_module, "on_compiled_path", lambda tensor: False)
+            patch.setattr(rounding_module, "_CHUNK_ELEMENTS", 5000)
             portable = fit_groups(weight, grid, fit, importance)
-            assert torch.equal(grid_module.nearest_codes(weight, *compiled, grid), codes)
-            found = grid_module.differences(weight, codes, *compiled, grid, fit)
+            assert torch.equal(rounding_module.nearest_codes(weight, *compiled, grid), codes)
+            found = rounding_module.differences(weight, codes, *compiled, grid, fit)
         assert torch.allclose(portable[0], compiled[0], rtol=1e-12)
         assert torch.equal(portable[1], compiled[1])
         assert torch.equal(found[0], expected[0])
@@ -181,18 +190,18 @@ def test_bad_input_is_named() -> None:
     weight = torch.zeros(3, 4)
     weight[1, 2] = torch.nan
     with pytest.raises(ValueError, match=r"1 values that are NaN or infinite.*row 1, column 2"):
-        round_to_nearest(weight, [Grid(2)])
+        round_to_nearest(weight, [IntegerGrid(2)])
     with pytest.raises(ValueError, match="floating-point matrix"):
-        round_to_nearest(torch.zeros(3, dtype=torch.float32), [Grid(2)])
+        round_to_nearest(torch.zeros(3, dtype=torch.float32), [IntegerGrid(2)])
     with pytest.raises(ValueError, match="1 to 8 bits"):
-        Grid(9)
+        IntegerGrid(9)
     with pytest.raises(ValueError, match="group_size"):
-        Grid(2, 0)
+        IntegerGrid(2, 0)
     with pytest.raises(ValueError, match="clip"):
-        round_to_nearest(torch.ones(2, 2), [Grid(2)], clip="other")  # type: ignore[arg-type]
+        round_to_nearest(torch.ones(2, 2), [IntegerGrid(2)], clip="other")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="stored as"):
-        round_to_nearest(torch.ones(2, 2), [Grid(2)], storage_dtype=torch.int8)
+        round_to_nearest(torch.ones(2, 2), [IntegerGrid(2)], storage_dtype=torch.int8)
     with pytest.raises(ValueError, match="importance"):
-        round_to_nearest(torch.ones(2, 2), [Grid(2)], importance=torch.ones(3))
+        round_to_nearest(torch.ones(2, 2), [IntegerGrid(2)], importance=torch.ones(3))
     with pytest.raises(ValueError, match="not negative"):
-        round_to_nearest(torch.ones(2, 2), [Grid(2)], importance=-torch.ones(2))
+        round_to_nearest(torch.ones(2, 2), [IntegerGrid(2)], importance=-torch.ones(2))

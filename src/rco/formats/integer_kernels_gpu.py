@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rco.core.transfer import send
-from rco.formats import triton_bfloat16, triton_kernels
-from rco.formats.packing import PackedWeight
-from rco.formats.triton_kernels import DENSE, Operand
+from rco.formats import integer_kernels_bfloat16, integer_kernels_triton
+from rco.formats.integer import PackedWeight
+from rco.formats.integer_kernels_triton import DENSE, Operand
 
 __all__ = ["chosen_decoder", "decoder", "multiplier"]
 
@@ -25,7 +25,7 @@ def _takes(dtype: torch.dtype, options: Sequence[Option], shape: tuple[int, int]
         return False
     for option in options:
         if isinstance(option, PackedWeight):
-            width = triton_kernels.segment_width(option.group_size, option.shape[1])
+            width = integer_kernels_triton.segment_width(option.group_size, option.shape[1])
             if option.scales.dtype not in _DTYPES or not width:
                 return False
         elif option is not None and (option.dtype not in _DTYPES or not option.is_contiguous()):
@@ -42,10 +42,10 @@ def decoder(weight: PackedWeight, dtype: torch.dtype) -> Callable[[Tensor], None
     if not _takes(dtype, [weight], weight.shape):
         return None
     operand, group, shape = _operand(weight), weight.group_size, weight.shape
-    general = triton_kernels.decoder(operand, group, shape)
-    if not triton_bfloat16.decodes(dtype, [operand], group, shape):
+    general = integer_kernels_triton.decoder(operand, group, shape)
+    if not integer_kernels_bfloat16.decodes(dtype, [operand], group, shape):
         return general
-    regular = triton_bfloat16.decoder(operand, group, shape)
+    regular = integer_kernels_bfloat16.decoder(operand, group, shape)
 
     def decode(out: Tensor) -> None:
         (general if out.data_ptr() % 16 else regular)(out)
@@ -67,10 +67,11 @@ def chosen_decoder(
     (group,) = groups
     operands = [_operand(o) if isinstance(o, PackedWeight) else _dense_operand(o) for o in options]
     if not (
-        triton_bfloat16.decodes(dtype, operands, group, shape) and triton_bfloat16.decodes_parts(shape, parts)
+        integer_kernels_bfloat16.decodes(dtype, operands, group, shape)
+        and integer_kernels_bfloat16.decodes_parts(shape, parts)
     ):
         return None
-    return triton_bfloat16.chosen_decoder(operands, group, shape, parts)
+    return integer_kernels_bfloat16.chosen_decoder(operands, group, shape, parts)
 
 
 def multiplier(
@@ -94,9 +95,11 @@ def multiplier(
     launches, places = [], []
     for group, members in by_group.items():
         operands = [operand for _, operand in members]
-        launch = triton_kernels.multiplier(operands, group, shape, parts, device)
-        if triton_bfloat16.multiplies(dtype, operands, group, shape):
-            launch = _aligned(triton_bfloat16.multiplier(operands, group, shape, parts, device), launch)
+        launch = integer_kernels_triton.multiplier(operands, group, shape, parts, device)
+        if integer_kernels_bfloat16.multiplies(dtype, operands, group, shape):
+            launch = _aligned(
+                integer_kernels_bfloat16.multiplier(operands, group, shape, parts, device), launch
+            )
         launches.append(launch)
         places += [index for index, _ in members]
     if len(launches) == 1 and places == list(range(len(options))):

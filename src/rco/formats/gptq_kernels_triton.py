@@ -1,8 +1,8 @@
 """GPU kernels for making candidates: range search, the columns of GPTQ, and coordinate descent on codes.
 
-Each is the loop of the same name in :mod:`rco.formats.grid_kernels`, with rows side by side. Columns depend on
-each other and are walked in turn inside one kernel, so that a block of columns is one launch; as separate
-operations every column would be a dozen.
+Each is the loop of the same name in :mod:`rco.formats.rounding_kernels_cpu` or :mod:`rco.formats.gptq_kernels_cpu`,
+with rows side by side. Columns depend on each other and are walked in turn inside one kernel, so that a block of
+columns is one launch; as separate operations every column would be a dozen.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rco.formats.grid_kernels import NOISE_FLOOR, NOISE_MARGIN, OFF_TIE
 from rco.formats.launching import launching_at
+from rco.formats.rounding_kernels_cpu import NOISE_FLOOR, NOISE_MARGIN, OFF_TIE
 
 __all__ = ["WIDEST_GROUP", "columns", "descend", "fit"]
 

@@ -1,0 +1,164 @@
+"""What every hand-written kernel buys over the same operation in torch: seconds, ratios, shapes of real layers.
+
+On a CPU the compiled loops (numba) are compared with torch, on a GPU the Triton kernels. A kernel under 1.3 times
+is not worth its lines. Writes one JSON with the environment; figures hold for a quiet machine.
+
+    python benchmarks/kernels.py --out benchmarks/results/kernels.json
+    python benchmarks/kernels.py --device cuda --out benchmarks/results/kernels_gpu.json
+"""
+
+import argparse
+import os
+import statistics
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+
+from rco.atomic_files import write_json_atomic
+from rco.formats import gptq as gptq_module
+from rco.formats import integer, products, rounding, stacks
+from rco.formats.gptq import descend, gptq
+from rco.formats.integer import IntegerGrid, pack, unpack
+from rco.formats.products import inner_products
+from rco.formats.rounding import FitSettings, differences, fit_groups, nearest_codes, round_to_nearest
+from rco.runs import environment
+
+LAYERS = {
+    "smollm2-135m attention": (576, 576),
+    "smollm2-135m down": (576, 1536),
+    "qwen3-0.6b gate": (3072, 1024),
+    "qwen3-8b attention": (4096, 4096),
+}
+WIDTHS = (2, 3, 4, 8)
+GROUP, STORAGE = 64, torch.bfloat16
+WORTH = 1.3
+
+
+@contextmanager
+def without(modules):
+    """Inside, torch operations do the work of these modules' kernels."""
+    with ExitStack() as stack:
+        for module in modules:
+            for name in ("on_compiled_path", "on_triton_path"):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, return_value=False))
+        yield
+
+
+def seconds(run, device):
+    """Duration of one call."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def compare(run, modules, device, repeats):
+    """Durations with and without the kernels, in turn, after one call of each that warms up."""
+    fast, plain = [], []
+    for _ in range(repeats + 1):
+        fast.append(seconds(run, device))
+        with without(modules):
+            plain.append(seconds(run, device))
+    return fast[1:], plain[1:]
+
+
+def cases(rows, columns, device):
+    """Name -> (modules whose kernels do it, the call), for one layer."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, columns, generator=generator).to(device)
+    gradient = torch.randn(rows, columns, generator=generator).to(device)
+    half = gradient.bfloat16()
+    inputs = torch.randn(2 * columns, columns, generator=generator).to(device)
+    hessian = inputs.T @ inputs / columns
+    grids = [IntegerGrid(bits, GROUP) for bits in WIDTHS]
+    options = round_to_nearest(weight, grids, storage_dtype=STORAGE)
+    codes, words = options[1].codes(), options[1].packed
+    grid, settings = grids[1], FitSettings("search", STORAGE)
+    importance = torch.ones(columns, device=device)
+    scales, zeros = fit_groups(weight, grid, settings, importance)
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(columns, device=device)
+    found = {
+        "pack": ([integer], lambda: pack(codes, 3)),
+        "unpack": ([integer], lambda: unpack(words, 3, columns)),
+        "decode to float32": ([integer], lambda: options[1].dequantize(torch.float32)),
+        "decode to bfloat16": ([integer], lambda: options[1].dequantize(torch.bfloat16)),
+        "inner products, float32": ([integer, products], lambda: inner_products(gradient, options)),
+        "inner products, bfloat16": (
+            [integer, products],
+            lambda: inner_products(half, options),
+        ),
+        "fit ranges": ([rounding], lambda: fit_groups(weight, grid, settings, importance)),
+        "nearest codes": ([rounding], lambda: nearest_codes(weight, scales, zeros, grid)),
+        "differences": ([rounding], lambda: differences(weight, codes, scales, zeros, grid, settings)),
+        "GPTQ, loop over columns": (
+            [gptq_module],
+            lambda: gptq(weight, hessian, grids, storage_dtype=STORAGE),
+        ),
+        "GPTQ, all kernels": (
+            [gptq_module, rounding],
+            lambda: gptq(weight, hessian, grids, storage_dtype=STORAGE),
+        ),
+        "coordinate descent": (
+            [gptq_module],
+            lambda: descend(weight, damped, grid, settings, codes.clone(), scales, zeros, sweeps=2),
+        ),
+    }
+    if rows % 8 == 0:
+        choices = np.arange(8) % len(options)
+        out = torch.empty(rows, columns, device=device)
+        found["decode a stack of 8 experts"] = (
+            [stacks, integer],
+            lambda: stacks.decode_segments(options, choices, out),
+        )
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--layers", default=",".join(LAYERS), help="Names, separated by commas.")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kernels.json"))
+    arguments = parser.parse_args()
+    device, results, load = torch.device(arguments.device), [], os.getloadavg()[0]
+    for layer in arguments.layers.split(","):
+        for name, (modules, run) in cases(*LAYERS[layer], device).items():
+            fast, plain = compare(run, modules, device, arguments.repeats)
+            ratio = statistics.median(plain) / statistics.median(fast)
+            results.append(
+                {
+                    "layer": layer,
+                    "shape": list(LAYERS[layer]),
+                    "operation": name,
+                    "kernel_s": statistics.median(fast),
+                    "torch_s": statistics.median(plain),
+                    "ratio": ratio,
+                    "ratio_of_fastest": min(plain) / min(fast),
+                    "worth_it": ratio >= WORTH,
+                }
+            )
+            print(f"{layer:24} {name:28} {ratio:8.2f}x", flush=True)
+    content = {
+        "environment": environment(),
+        "device": arguments.device,
+        "threads": torch.get_num_threads(),
+        "repeats": arguments.repeats,
+        "load_before": load,
+        "widths": list(WIDTHS),
+        "group_size": GROUP,
+        "worth": WORTH,
+        "results": results,
+    }
+    write_json_atomic(arguments.out, content)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""The two halves of a storage format: :class:`Format`, the rule, and :class:`Stored`, one tensor kept by that rule.
+
+A format states its exact size in the checkpoint, encodes a weight, decodes it bit for bit as the serving engine
+does, and gives a search the inner product of a gradient with the decoded weight. A new format is one file with a
+subclass of :class:`Format` and one line in :data:`rco.registry.FORMATS`; see ``docs/add_a_format.md``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar, Literal, NamedTuple, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ActivationRule", "EncodeSettings", "Encoded", "Format", "Stored", "TensorLayout", "Tunable"]
+
+Shape = tuple[int, int]
+ActivationRule = Callable[[Tensor], Tensor]
+"""Rounding that an engine applies to the inputs of a layer, as a function of the same shape and type."""
+
+_CHUNK_ELEMENTS = 1 << 22
+
+
+class TensorLayout(NamedTuple):
+    """Type and shape of one tensor of a checkpoint file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeSettings:
+    """Settings of the encoders; a family ignores those that it has no use for.
+
+    Attributes:
+        storage_dtype: Type of scales and of decoded values; that of the weight if None.
+        clip: Fit the range of every group by search, or take its extremes.
+        damp: GPTQ's dampening, as a part of the mean of the Hessian's diagonal.
+        act_order: GPTQ's order of the columns: by falling diagonal instead of from left to right.
+        sweeps: Passes of coordinate descent over the codes after GPTQ.
+    """
+
+    storage_dtype: torch.dtype | None = None
+    clip: Literal["search", "minmax"] = "search"
+    damp: float = 0.01
+    act_order: bool = False
+    sweeps: int = 0
+
+
+class Stored:
+    """One (out, in) weight in one format: what a candidate store writes and a switchable layer reads.
+
+    Args:
+        format: The format.
+        shape: (out, in) of the decoded matrix.
+        tensors: Everything that is stored, by name, all on one device.
+    """
+
+    def __init__(self, format: Format, shape: Shape, tensors: Mapping[str, Tensor]) -> None:
+        self.format, self.shape, self.tensors = format, shape, dict(tensors)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors; the CPU if there are none."""
+        return next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the decoded values: that of the first floating-point tensor, float32 if there is none."""
+        kinds = (tensor.dtype for tensor in self.tensors.values() if tensor.dtype.is_floating_point)
+        return next(kinds, torch.float32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors as held in memory."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def over(self, tensors: Mapping[str, Tensor], shape: Shape | None = None) -> Self:
+        """The same format over other tensors of the same names."""
+        return cast(Self, self.format.restore(shape or self.shape, tensors))
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same weight on another device."""
+        return self.over({name: tensor.to(device) for name, tensor in self.tensors.items()})
+
+    def clone(self) -> Self:
+        """A copy in memory of its own."""
+        return self.over({name: tensor.clone() for name, tensor in self.tensors.items()})
+
+    def rows(self, start: int, stop: int) -> Self:
+        """Some rows, sharing memory: one matrix of several that were stacked."""
+        return cast(Self, self.format.rows(self, start, stop))
+
+    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        """The decoded matrix (see :meth:`Format.decode`).
+
+        Args:
+            dtype: Type of the result; that of the decoded values (or of ``out``) if not given.
+            out: Write here instead of allocating.
+        """
+        if out is None:
+            return self.format.decode(self, dtype or self.dtype)
+        if (
+            tuple(out.shape) != tuple(self.shape)
+            or out.device != self.device
+            or dtype not in (None, out.dtype)
+        ):
+            raise ValueError(
+                f"out must be {self.shape} on {self.device}" + (f" of {dtype}" if dtype else "")
+                + f", got {tuple(out.shape)} on {out.device} of {out.dtype}."
+            )  # fmt: skip
+        self.decode(out)
+        return out
+
+    def decode(self, out: Tensor) -> None:
+        """Write the decoded matrix to ``out``, a matrix of its shape."""
+        self.format.decode_into(self, out)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.format.name}, {self.shape[0]}x{self.shape[1]}, {self.device})"
+
+
+class Tunable(nn.Module, ABC):
+    """A stored weight as a differentiable function of what may be trained; ``forward()`` is the decoded matrix.
+
+    ``format.decode(tunable.stored(), dtype)`` equals ``forward()`` bit for bit at any value of the parameters.
+
+    Attributes:
+        spacing: Parameter name -> change that moves the stored value by one step of its grid, where the gradient is
+            that of straight-through rounding. Parameters that are not named are continuous up to their type.
+    """
+
+    spacing: ClassVar[Mapping[str, float]] = {}
+
+    @abstractmethod
+    def forward(self) -> Tensor:
+        """The decoded matrix in the type of the decoded values."""
+
+    @abstractmethod
+    def stored(self) -> Stored:
+        """The weight that the present parameters stand for."""
+
+
+class Encoded(NamedTuple):
+    """A weight in one format and what that costs.
+
+    Attributes:
+        stored: The weight.
+        error: ``tr(D H D^T)`` of the difference D from the original, H the second moments of the inputs; without
+            them the sum of squared differences.
+        relative_error: The same as a part of that of the original weight.
+    """
+
+    stored: Stored
+    error: float
+    relative_error: float
+
+
+class Format(ABC):
+    """How one tensor is stored. Subclasses are frozen dataclasses: hashable and equal by value.
+
+    Attributes:
+        family: Name of the subclass, its key in :data:`rco.registry.FORMATS`.
+        bits: Nominal bits of a weight, which a budget of bits averages: 0 for a removed one, 16 for the original.
+    """
+
+    family: ClassVar[str]
+    bits: int
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Unique name, such as ``int3-g64``; :meth:`parse` reads it."""
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, name: str) -> Format | None:
+        """The format of that name; None if it is none of this family."""
+
+    @abstractmethod
+    def layout(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorLayout]:
+        """The tensors that stand for a weight in the checkpoint file, by the last part of their names.
+
+        Args:
+            shape: (out, in) of the weight.
+            dtype: Type of the model: that of scales and of weights left alone.
+        """
+
+    @abstractmethod
+    def encode(
+        self, weight: Tensor, statistics: Tensor | None = None, *, settings: EncodeSettings | None = None
+    ) -> Stored:
+        """Store a weight.
+
+        Args:
+            weight: (out, in) of any floating-point type.
+            statistics: (in, in) second moments of the layer's inputs, as
+                :class:`~rco.formats.hessian.HessianAccumulator` gives them; None if there are none.
+            settings: Further settings; defaults if None.
+        """
+
+    @abstractmethod
+    def decode(self, stored: Stored, dtype: torch.dtype) -> Tensor:
+        """The dense matrix in ``dtype``: bit for bit the one that the serving engine computes with, then cast."""
+
+    def decode_into(self, stored: Stored, out: Tensor) -> None:
+        """Write the decoded matrix to ``out``, on whatever device that is."""
+        out.copy_(self.decode(stored, out.dtype))
+
+    def on(self, columns: int) -> Format:
+        """The same format as it is written for rows of that length."""
+        return self
+
+    def nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        """Exact bytes of a weight's tensors in the checkpoint file."""
+        return sum(tensor.nbytes for tensor in self.layout(shape, dtype).values())
+
+    def file_tensors(self, stored: Stored) -> dict[str, Tensor]:
+        """The tensors of the checkpoint file, by the names that :meth:`layout` gives them."""
+        return dict(stored.tensors)
+
+    def restore(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Stored:
+        """The stored weight that the tensors of another one make up: the inverse of ``stored.tensors``."""
+        return Stored(self, shape, tensors)
+
+    @classmethod
+    def encode_all(
+        cls,
+        formats: Sequence[Format],
+        weight: Tensor,
+        statistics: Tensor | None = None,
+        *,
+        settings: EncodeSettings | None = None,
+    ) -> list[Encoded]:
+        """Store a weight in several formats of this family; families that can share work among them."""
+        found = (each.encode(weight, statistics, settings=settings) for each in formats)
+        return [measured(stored, weight, statistics) for stored in found]
+
+    def inner_products(self, stored: Stored, gradient: Tensor, segments: int = 1) -> Tensor:
+        """``<gradient, W>`` with the decoded matrix W, for each of ``segments`` parts of the rows: (segments,).
+
+        In float64, or float32 where the device has no float64.
+        """
+        return dense_products(gradient, self.decode(stored, stored.dtype), segments)
+
+    def tunable(self, stored: Stored) -> Tunable | None:
+        """The weight with what may be trained of it; None if nothing may."""
+        return None
+
+    @property
+    def activation(self) -> ActivationRule | None:
+        """Rounding of the inputs where the engine rounds them."""
+        return None
+
+    def rows(self, stored: Stored, start: int, stop: int) -> Stored:
+        """Some rows of a weight, sharing memory; for formats whose tensors have one row per row of the weight."""
+        rows, columns = stored.shape
+        self._check_rowwise(stored)
+        parts = {name: tensor[start:stop] for name, tensor in stored.tensors.items()}
+        return stored.over(parts, (len(range(rows)[start:stop]), columns))
+
+    def stack(self, weights: Sequence[Stored]) -> Stored:
+        """Weights of one format and row length as one, the rows of the first on top."""
+        first = weights[0]
+        if len({(each.format, each.shape[1]) for each in weights}) > 1:
+            raise ValueError("Only weights of one format and row length can be stacked.")
+        self._check_rowwise(first)
+        parts = {name: torch.cat([each.tensors[name] for each in weights]) for name in first.tensors}
+        return first.over(parts, (sum(each.shape[0] for each in weights), first.shape[1]))
+
+    def _check_rowwise(self, stored: Stored) -> None:
+        for name, tensor in stored.tensors.items():
+            if not tensor.ndim or tensor.shape[0] != stored.shape[0]:
+                raise ValueError(
+                    f"{self.name} keeps {name!r} as {tuple(tensor.shape)} for a weight of {stored.shape[0]} rows; "
+                    f"a format whose tensors are not cut along the rows must define `rows` and `stack` itself."
+                )
+
+
+def dense_products(gradient: Tensor, weight: Tensor, segments: int = 1) -> Tensor:
+    """(segments,) inner products of a gradient with a dense matrix, summed in float64 where the device has it."""
+    rows, columns = gradient.shape
+    exact = torch.float32 if gradient.device.type == "mps" else torch.float64
+    total = torch.empty(rows, dtype=exact, device=gradient.device)
+    step = max(1, _CHUNK_ELEMENTS // max(1, columns))
+    work = torch.promote_types(torch.promote_types(gradient.dtype, weight.dtype), torch.float32)
+    for start in range(0, rows, step):
+        part, value = gradient[start : start + step], weight.detach()[start : start + step]
+        total[start : start + step] = torch.linalg.vecdot(part.to(work), value.to(work))
+    return total.view(segments, -1).sum(dim=1)
+
+
+def measured(stored: Stored, weight: Tensor, statistics: Tensor | None) -> Encoded:
+    """A stored weight with its error."""
+    original = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    difference = stored.dequantize(original.dtype).to(weight.device) - original
+
+    def size(matrix: Tensor) -> float:
+        matrix = matrix.double()
+        if statistics is None:
+            return float(matrix.square().sum())
+        return float(((matrix @ statistics.to(matrix)) * matrix).sum())
+
+    error = size(difference)
+    return Encoded(stored, error, error / (size(original) or 1.0))
