@@ -227,7 +227,7 @@ def sensitivity(groups: Sequence[GroupWidth], name: str) -> tuple[list[Plot], in
     known = [group for group in groups if group.sensitivity.get(width, 0) > 0]
     if not known:
         return [], 0
-    label = f"predicted KL at {width} bits"
+    label = f"predicted KL at {width} bits" if width else "predicted KL if pruned"
     plots = [_scatter(known, [g.sensitivity[width] for g in known], f"{label} (log)", f"{name}sensitivity")]
     sized = [group for group in known if group.parameters > 0]
     if len({group.parameters for group in sized}) > 1:
