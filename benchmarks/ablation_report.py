@@ -292,11 +292,7 @@ _STYLE: dict[str, dict[str, Any]] = {
 def draw_ablations(
     out: Path, record: Mapping[str, Any], columns: Mapping[str, str], formats: Sequence[str] = ("png", "svg")
 ) -> list[Path]:
-    """Draw every sweep of a record into ``out``; returns the files written.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw every sweep of a record into ``out``; returns the files written."""
     blank = figure_class()
     drawn = {f"ablation_{sweep['name']}": _draw(blank, sweep, columns) for sweep in record["sweeps"]}
     return save_figures(out, drawn, formats)

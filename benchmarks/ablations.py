@@ -454,7 +454,7 @@ def run_ablations(
         for name, reason in failed.items():
             raise ValueError(f"{name} failed: {reason}")
         record = _record(plan, bench, [results[run.name] for run in plan.runs])
-        return record, write_ablations(folder.folder, record, _formats(progress))
+        return record, write_ablations(folder.folder, record)
 
 
 def _make_bench(argument: tuple[AblationConfig, Path]) -> _Bench:
@@ -641,15 +641,6 @@ def _passes(config: AblationConfig, run: AblationRun) -> int:
     if run.kind == "printed":
         return loop + 2 * config.evaluation
     return loop + config.selection * (MOST_CANDIDATES + config.refine) + config.evaluation
-
-
-def _formats(progress: Progress) -> Sequence[str]:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        progress.message("The plots are left out: they need matplotlib (pip install 'rco[plot]').")
-        return ()
-    return ("png", "svg")
 
 
 def _record(plan: AblationPlan, bench: _Bench, runs: list[dict[str, Any]]) -> dict[str, Any]:

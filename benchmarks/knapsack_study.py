@@ -447,11 +447,7 @@ def draw_figures(
     formats: Sequence[str] = ("png", "svg"),
     dpi: int = 90,
 ) -> list[Path]:
-    """Draw everything the records hold into ``out``; returns the files written.
-
-    Raises:
-        ImportError: matplotlib is not installed (``pip install "rco[plot]"``).
-    """
+    """Draw everything the records hold into ``out``; returns the files written."""
     blank = figure_class()
     drawn: dict[str, Figure] = {
         "convergence": _convergence(blank, study),

@@ -22,9 +22,9 @@ from rco.pipeline.checkpoints import export_checkpoint, make_exporter
 from rco.pipeline.compress import Outcome
 from rco.pipeline.configs import CompressConfig, PruneConfig, QuantizeConfig
 from rco.pipeline.planning import Planned, slug
+from rco.report import build_report
 from rco.report.data import RunData, groups, moe_layers
 from rco.report.heatmap import coloured, experts_html, experts_text, widths_html, widths_text
-from rco.report.html import build_report
 from rco.runs import RunDirectory
 
 __all__ = ["CompressedModel", "ModelAllocation"]

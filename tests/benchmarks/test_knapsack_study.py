@@ -88,7 +88,6 @@ def test_newton_needs_few_evaluations_and_bisection_many(retraction: dict[str, A
 def test_everything_is_written(
     tmp_path: Path, study: dict[str, Any], multi: dict[str, Any], retraction: dict[str, Any]
 ) -> None:
-    pytest.importorskip("matplotlib")
     files = write_study(tmp_path, study, multi, retraction)
     assert {f.name for f in files} == {
         p.name for p in tmp_path.iterdir()

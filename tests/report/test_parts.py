@@ -1,4 +1,4 @@
-"""The page's parts: numbers, scales, the map of widths, the map of experts, the certificate's sums."""
+"""The page's parts: numbers, plots, the map of widths, the map of experts, the certificate's sums."""
 
 from __future__ import annotations
 
@@ -8,40 +8,23 @@ import math
 import re
 from decimal import Decimal
 from fractions import Fraction
+from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rco.report.bits import bit_map, level, width_shares
 from rco.report.certificate import checks
-from rco.report.charts import Scale, spread, thin
-from rco.report.data import GroupWidth, MoeLayer, RunData
-from rco.report.experts import expert_map
-from rco.report.figures import sensitivity
-from rco.report.markup import Markup, element, fragment, text
+from rco.report.data import Evaluated, GroupWidth, MoeLayer, RunData
+from rco.report.figures import quality_against_bits, sensitivity
+from rco.report.maps import expert_map, width_bands, width_shares
 from rco.report.numbers import bytes_text, duration, exact, measured, percent, short, significant
-from rco.report.tables import fold_names
+from rco.report.result_tables import fold_names
+from rco.report.svg import draw, spread
+from rco.report.theme import level
 from rco.report.usage import reproduce_command
 
 finite = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e30, max_value=1e30)
-
-
-# --------------------------------------------------------------------------- markup
-
-
-def test_elements_escape_all_but_markup():
-    made = element("p", "<b>", Markup("<i>x</i>"), None, ["&", 3], class_="a\"b'", hidden=True, id=None)
-    assert made == '<p class="a&quot;b&#x27;" hidden>&lt;b&gt;<i>x</i>&amp;3</p>'
-    assert isinstance(fragment("a"), Markup)
-    assert element("path", d="M0 0") == '<path d="M0 0"/>'
-
-
-@given(st.text(st.characters()))
-def test_text_has_no_markup_and_encodes(words):
-    safe = text(words)
-    assert not re.search("[<>\"']", safe)
-    safe.encode("utf-8")
 
 
 # -------------------------------------------------------------------------- numbers
@@ -96,41 +79,86 @@ def test_spans_and_sizes():
     assert percent(-0.0123) == "−1.2 %"
 
 
-# --------------------------------------------------------------------------- charts
+# --------------------------------------------------------------------------- plots
 
 
-@given(st.lists(finite, min_size=1, max_size=5), st.booleans())
-def test_scales_show_their_values(values, log):
+def drawn(points, **options):
+    with draw("name", "title", "description", x_label="x", y_label="y", **options) as panel:
+        panel.line(points, "c0")
+        panel.dots(points, "c1", [f"dot {index}" for index in range(len(points))])
+    return ElementTree.fromstring(panel.svg)
+
+
+def ticks_of(root, labels):
+    """Numbers beside an axis; the two labels of the axes are left out."""
+    found = [element.text for element in root.iter("text")]
+    return [text for text in found if text not in labels]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.tuples(finite, finite), min_size=1, max_size=5), st.booleans())
+def test_plots_show_their_points_within_the_axes(points, log):
     if log:
-        values = [abs(value) + 1e-30 for value in values]
-    scale = Scale(values, log=log)
-    scale.fit(50, 450)
-    for value in values:
-        assert 50 - 1e-6 <= scale(value) <= 450 + 1e-6
-    ticks = scale.ticks()
-    assert len(ticks) <= 9
-    assert ticks == sorted(set(ticks))
-    assert all(49 <= scale(tick) <= 451 for tick in ticks)
+        points = [(x, abs(y) + 1e-30) for x, y in points]
+    root = drawn(points, y_log=log)
+    width, height = (float(root.get(name)) for name in ("width", "height"))
+    dots = list(root.iter("use"))
+    marks = [dot for dot in dots if dot.find("title") is not None]
+    assert [dot.find("title").text for dot in marks] == [f"dot {index}" for index in range(len(points))]
+    for dot in marks:
+        assert 50 <= float(dot.get("x")) <= width - 10
+        assert 25 <= float(dot.get("y")) <= height - 35
+    # Larger values lie higher and farther right, as far as a picture can show it.
+    for (one, first), (other, second) in itertools.combinations(zip(points, marks, strict=True), 2):
+        for axis, sign, attribute in ((0, 1, "x"), (1, -1, "y")):
+            order = (one[axis] > other[axis]) - (one[axis] < other[axis])
+            assert sign * order * (float(first.get(attribute)) - float(second.get(attribute))) >= -0.2
+    assert 3 <= len(ticks_of(root, ("x", "y"))) <= 20
 
 
-@pytest.mark.parametrize(("low", "high"), [(1, 60), (0, 1), (2.0, 2.1), (1e-8, 1e-5)])
-def test_linear_ticks_are_round_and_enough(low, high):
-    ticks = Scale([low, high]).ticks()
-    assert len(ticks) >= 3
-    step = ticks[1] - ticks[0]
-    assert round(step / 10 ** math.floor(math.log10(step) + 1e-9), 6) in (1, 2, 5)
+def test_values_without_a_place_on_the_axis_leave_a_gap():
+    values = [1.0, math.nan, 2.0, 3.0, math.inf, 0.0, 4.0, 5.0]
+    root = drawn([(float(index), value) for index, value in enumerate(values)], y_log=True)
+    titles = [title.text for title in root.iter("title")]
+    assert titles == [f"dot {index}" for index in (0, 2, 3, 6, 7)]
+    paths = [path.get("d") for path in root.iter("path") if path.get("stroke") == "var(--c0)"]
+    (line,) = [path for path in paths if path]
+    assert re.sub(r"[\d. ]", "", line) == "MMLML"  # the first stands alone, then 2 to 3 and 4 to 5
 
 
-@given(st.lists(st.floats(allow_nan=True), max_size=3000))
-def test_thin_keeps_the_peaks(values):
-    points = [(float(index), value) for index, value in enumerate(values)]
-    kept = thin(points, limit=100)
-    assert len(kept) <= 105
-    assert [x for x, _ in kept] == sorted({x for x, _ in kept})
-    numbers = [y for _, y in points if math.isfinite(y)]
-    if numbers:
-        shown = [y for _, y in kept if math.isfinite(y)]
-        assert (min(shown), max(shown)) == (min(numbers), max(numbers))
+def test_long_lines_are_short_and_keep_their_peaks():
+    points = [(float(step), math.sin(step) + (50 if step == 1234 else 0)) for step in range(5000)]
+    with draw("name", "title", "description", x_label="x", y_label="y") as panel:
+        panel.line(points, "c0")
+        panel.axes.get_ylim()  # settles the limits
+        top = panel.axes.transData.transform((0, 50 + math.sin(1234)))[1]
+    (line,) = re.findall(r'<path d="([^"]*)"[^>]*stroke="var\(--c0\)"', panel.svg)
+    heights = [float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", line)]
+    assert min(heights) == pytest.approx(panel.size[1] - top, abs=0.2)
+    assert len(line) < 60_000
+
+
+def test_plots_are_the_same_whatever_the_settings_of_matplotlib():
+    import matplotlib
+
+    points = [(1.0, 2.0), (3.0, 4.0)]
+    plain = ElementTree.tostring(drawn(points))
+    with matplotlib.rc_context({"font.size": 40, "axes.grid": True, "svg.hashsalt": "other"}):
+        before = dict(matplotlib.rcParams)
+        assert ElementTree.tostring(drawn(points)) == plain
+        assert dict(matplotlib.rcParams) == before
+
+
+def test_names_of_any_characters_are_drawn_as_they_are():
+    """Matplotlib warns about glyphs that its font lacks, and reads dollars as formulas."""
+    names = ["模型 $x_1$", "two\nlines", "a <b> & 'c'"]
+    rows = [
+        (Evaluated(n, 2.0 + i, None, 0.1, None, None, None, None, None, {}, {}, False), n)
+        for i, n in enumerate(names)
+    ]
+    root = ElementTree.fromstring(quality_against_bits(rows, "plot").svg)
+    assert set(names) <= {text.text for text in root.iter("text")}
+    assert quality_against_bits(rows[:1], "plot") is None
 
 
 @given(st.lists(st.floats(0, 300), max_size=12))
@@ -147,48 +175,53 @@ def group(name: str, block: int | None, width: float, *members: str, parameters:
     return GroupWidth(name, members or (name,), name.rpartition(".")[2], block, parameters, width, {}, {})
 
 
+def cells(groups):
+    """Kind to (label, kinds spanned, whether tied), over one band."""
+    (band,), _ = width_bands(groups)
+    return {
+        kind: [(s.cell.label, s.rows, s.cell.tied) if s.cell else None for s in spots]
+        for kind, spots, _ in band.rows
+    }
+
+
 def test_ties_become_one_cell():
-    drawing = bit_map(
-        [
-            group("m.0.q+k", 0, 3, "m.0.q", "m.0.k"),
-            group("m.0.o", 0, 2),
-            group("m.1.q+o", 1, 4, "m.1.q", "m.1.o"),  # not neighbours: drawn twice
-            group("m.1.k", 1, 2),
-        ]
-    )
-    cells = re.findall(r'<rect [^>]*height="(\d+)"[^>]*class="cell (\w+)( tied)?"', drawing)
-    assert sorted(cells) == sorted(
-        [
-            ("62", "w3", " tied"),
-            ("30", "w2", ""),
-            ("30", "w4", " tied"),
-            ("30", "w2", ""),
-            ("30", "w4", " tied"),
-        ]
-    )
-    assert "m.0.q+k: 3 bits, 100 weights (2 linears tied)" in drawing
+    groups = [
+        group("m.0.q+k", 0, 3, "m.0.q", "m.0.k"),
+        group("m.0.o", 0, 2),
+        group("m.1.q+o", 1, 4, "m.1.q", "m.1.o"),  # not neighbours: drawn twice
+        group("m.1.k", 1, 2),
+    ]
+    assert cells(groups) == {
+        "q": [("3", 2, True), ("4", 1, True)],
+        "k": [("2", 1, False)],
+        "o": [("2", 1, False), ("4", 1, True)],
+    }
+    (band,), _ = width_bands(groups)
+    assert band.rows[0][1][0].cell.title == "m.0.q+k: 3 bits, 100 weights (2 linears tied)"
+    assert band.averages == [2.5, 3.0]  # a tied group counts once
+    assert [average for _, _, average in band.rows] == [3.5, 2.5, 3.0]
+
+
+def test_blocks_without_some_kind_have_a_gap():
+    assert cells([group("m.0.q", 0, 2), group("m.1.k", 1, 3)]) == {
+        "q": [("2", 1, False), None],
+        "k": [None, ("3", 1, False)],
+    }
 
 
 def test_kinds_with_the_same_short_name_stay_apart():
     """GPT-2 has an attn.c_proj and an mlp.c_proj; a block's number may also occur elsewhere in a name."""
-    drawing = bit_map(
+    found = cells(
         [group(f"h.{b}.{path}", b, 2) for b in (0, 1) for path in ("attn.c_proj", "mlp.c_proj", "c_fc")]
     )
-    assert re.findall(r"<title>([\w.]+)</title>[\w.]+</text>", drawing) == [
-        "attn.c_proj",
-        "mlp.c_proj",
-        "c_fc",
-    ]
-    assert drawing.count('class="cell w2"') == 6
+    assert found == {kind: [("2", 1, False)] * 2 for kind in ("attn.c_proj", "mlp.c_proj", "c_fc")}
 
 
 def test_experts_are_called_so():
     paths = ("mlp.experts.3.up_proj", "mlp.shared_expert.up_proj", "mlp.up_proj", "self_attn.q_proj")
-    drawing = bit_map([group(f"layers.0.{path}", 0, 2) for path in paths])
-    names = re.findall(r"<title>([\w.]+)</title>[\w.…]+</text>", drawing)
-    assert names == ["experts.up_proj", "shared_expert.up_proj", "mlp.up_proj", "q_proj"]
-    alone = bit_map([group(f"layers.0.mlp.experts.{e}.w1", 0, 2) for e in range(2)])
-    assert re.findall(r"<title>([\w.]+)</title>[\w.]+</text>", alone) == ["experts.w1"]
+    found = cells([group(f"layers.0.{path}", 0, 2) for path in paths])
+    assert list(found) == ["experts.up_proj", "shared_expert.up_proj", "mlp.up_proj", "q_proj"]
+    assert list(cells([group(f"layers.0.mlp.experts.{e}.w1", 0, 2) for e in range(2)])) == ["experts.w1"]
 
 
 def test_experts_share_a_cell_with_their_average():
@@ -196,40 +229,37 @@ def test_experts_share_a_cell_with_their_average():
         group(f"l.0.experts.{e}.up", 0, width, parameters=size)
         for e, (width, size) in enumerate([(2, 300), (4, 100)])
     ]
-    drawing = bit_map(groups)
-    assert drawing.count("<rect") == 1
-    assert "2 groups: average 2.500 bits (1 × 2, 1 × 4)" in drawing
+    assert cells(groups) == {"experts.up": [("2.5", 1, False)]}
+    (band,), _ = width_bands(groups)
+    assert band.rows[0][1][0].cell.title == "2 groups: average 2.500 bits (1 × 2, 1 × 4)"
 
 
 def test_outside_the_blocks_and_many_blocks():
-    drawing = bit_map([group("lm_head", None, 8)])
-    assert "lm_head" in drawing
-    assert "<svg" not in drawing
-    assert bit_map([group(f"m.{b}.q", b, 2) for b in range(80)]).count("<svg") == 3
+    head = group("lm_head", None, 8)
+    assert width_bands([head]) == ([], [head])
+    bands, _ = width_bands([group(f"m.{b}.q", b, 2) for b in range(80)])
+    assert [block for band in bands for block in band.blocks] == list(range(80))
+    assert [band.last for band in bands] == [False, False, True]
 
 
 def test_width_shares_add_up():
-    bar = width_shares([group("a", 0, 2, parameters=600), group("b", 0, 3, parameters=400)])
-    assert "2 bits: 60.0 % of the weights, 1 group" in bar
-    assert "3 bits: 40.0 % of the weights, 1 group" in bar
-    assert [level(width) for width in (1, 2, 4.4, 8, 12, 13, 16)] == [
-        "w2",
-        "w2",
-        "w4",
-        "w8",
-        "w8",
-        "w16",
-        "w16",
+    shares = width_shares([group("a", 0, 2, parameters=600), group("b", 0, 3, parameters=400)])
+    assert [share.words for share in shares] == [
+        "2 bits: 60.0 % of the weights, 1 group",
+        "3 bits: 40.0 % of the weights, 1 group",
     ]
+    assert [(share.start, share.share) for share in shares] == [(0.0, 0.6), (0.6, 0.4)]
+    assert width_shares([group("a", 0, 2, parameters=0)]) == []
+    assert [level(width) for width in (0, 1, 2, 4.4, 8, 12, 13, 16)] == [0, 2, 2, 4, 8, 8, 16, 16]
 
 
 def test_sensitivity_leaves_out_what_has_no_logarithm():
     rows = [dataclasses.replace(group(f"g{i}", 0, 2 + i % 2), sensitivity={2: value, 3: 0.1}) for i, value in
             enumerate([0.5, 0.0, -0.1, 0.02])]  # fmt: skip
-    drawing = sensitivity(rows)
-    assert drawing.count("<circle") == 2
-    assert "2 groups without a positive prediction" in drawing
-    assert sensitivity([group("a", 0, 2)]) is None
+    (plot,), left_out = sensitivity(rows, "")
+    assert re.findall("<title>([^<]*)</title>", plot.svg) == ["g0: 2 bits, 0.500", "g3: 3 bits, 0.0200"]
+    assert left_out == 2
+    assert sensitivity([group("a", 0, 2)], "") == ([], 0)
 
 
 # -------------------------------------------------------------------- map of experts
@@ -237,28 +267,25 @@ def test_sensitivity_leaves_out_what_has_no_logarithm():
 
 def test_four_states_of_an_expert():
     layer = MoeLayer(3, 4, (0, 2), {"reap": (9.0, 5.0, 1.0, 0.0)})  # REAP would keep 0 and 1
-    drawing = expert_map([layer])
-    for state in ("kept", "gained", "lost", "pruned"):
-        (path,) = re.findall(rf'<path d="([^"]*)" class="cell {state}"', drawing)
-        assert path.count("M") == 1
-    assert "Layer 3, expert 2: kept, reap 1.00" in drawing
-    assert "Layer 3, expert 1: pruned, reap 5.00" in drawing
-    plain = expert_map([MoeLayer(0, 4, (0, 2), {})])
-    assert 'class="cell gained"' not in plain
+    (row,) = expert_map([layer])
+    assert [strip.colours for strip in row.strips] == [("kept",), ("lost",), ("gained",), ("pruned",)]
+    assert row.strips[2].title == "Layer 3, expert 2: kept, reap 1.00"
+    assert row.strips[1].title == "Layer 3, expert 1: pruned, reap 5.00"
+    assert (row.note, row.share) == ("2", 0.5)
+    (plain,) = expert_map([MoeLayer(0, 4, (0, 2), {})])
+    assert [strip.colours for strip in plain.strips] == [("kept",), ("pruned",)] * 2
 
 
-@given(st.integers(1, 600), st.data())
-def test_every_expert_is_drawn_once(experts, data):
-    kept = data.draw(st.sets(st.integers(0, experts - 1)))
-    drawing = expert_map([MoeLayer(0, experts, tuple(sorted(kept)), {})])
-    widths = {
-        state: sum(float(w) for w in re.findall(r"h([\d.]+)v", path))
-        for path, state in re.findall(r'<path d="([^"]*)" class="cell (kept|pruned)"', drawing)
-    }
-    wide = min(22.0, max(1.25, 800 / experts))
-    gap = 1.5 if wide >= 5 else 0.0
-    for state, number in (("kept", len(kept)), ("pruned", experts - len(kept))):
-        assert widths.get(state, 0.0) == pytest.approx(number * (wide - gap), rel=1e-2)
+@given(st.integers(1, 600), st.integers(1, 3), st.data())
+def test_every_expert_is_drawn_once(experts, layers, data):
+    kept = [data.draw(st.sets(st.integers(0, experts - 1))) for _ in range(layers)]
+    rows = expert_map([MoeLayer(i, experts, tuple(sorted(found)), {}) for i, found in enumerate(kept)])
+    for row, found in zip(rows, kept, strict=True):
+        states = [strip.colours[0] for strip in row.strips for _ in range(strip.experts)]
+        assert states == ["kept" if expert in found else "pruned" for expert in range(experts)]
+        large = layers * experts > 1024
+        assert (row.title is not None) is large
+        assert all((strip.title is None) is large for strip in row.strips)
 
 
 # ----------------------------------------------------------------------- certificate

@@ -408,12 +408,10 @@ _COLOURS = {
 }
 
 
-def write_figure(report: dict[str, Any], path: Path) -> bool:
-    """Draw a step report; False where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
+def write_figure(report: dict[str, Any], path: Path) -> None:
+    """Draw a step report."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 2.2), layout="constrained")
     axes = figure.subplots()
     left = 0.0
@@ -428,15 +426,12 @@ def write_figure(report: dict[str, Any], path: Path) -> bool:
     )
     axes.legend(ncols=5, fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.35))
     _save(figure, axes, path)
-    return True
 
 
-def write_memory_figure(report: dict[str, Any], path: Path) -> bool:
-    """Draw a memory report; False where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
+def write_memory_figure(report: dict[str, Any], path: Path) -> None:
+    """Draw a memory report."""
+    from matplotlib.figure import Figure
+
     modes = report["modes"]
     figure = Figure(figsize=(7, 0.8 + 0.6 * len(modes)), layout="constrained")
     axes = figure.subplots()
@@ -453,7 +448,6 @@ def write_memory_figure(report: dict[str, Any], path: Path) -> bool:
     axes.set_title(f"{report['shape']}, {report['tokens']} tokens: memory of a sample")
     axes.legend(fontsize=7, frameon=False)
     _save(figure, axes, path)
-    return True
 
 
 def _save(figure: Figure, axes: Axes, path: Path) -> None:

@@ -20,7 +20,7 @@ def report(
 
     rco report runs/a runs/b --out comparison.html
     """
-    from rco.report.html import build_report
+    from rco.report import build_report
     from rco.runs import RunDirectory
 
     typer.echo(str(build_report([RunDirectory.open(folder) for folder in runs], out)))

@@ -77,7 +77,7 @@ class Comparison:
         entries: One per search.
         failed: Searches that could not be run, and why.
         folder: Holds ``comparison.json``, ``comparison.md``, ``comparison.csv`` and the plots.
-        plots: The pictures; none without matplotlib.
+        plots: The pictures.
     """
 
     rows: list[dict[str, Any]]
@@ -540,7 +540,7 @@ def compare(config: CompareConfig, progress: Progress | None = None) -> Comparis
         entries = [entry for job in jobs if job.name in results for entry in results[job.name]["entries"]]
         about = {**contest.describe(entries), "failed": failed}
         draw = draw_divergence if isinstance(config, ComparePruneConfig) else draw_comparison
-        rows, plots = write_comparison(run.folder, about, entries, progress, draw)
+        rows, plots = write_comparison(run.folder, about, entries, draw)
         return Comparison(rows, entries, failed, run.folder, plots)
 
 

@@ -25,11 +25,7 @@ def draw_comparison(
     entries: Sequence[Mapping[str, Any]],
     about: Mapping[str, Any],
 ) -> list[Path]:
-    """Draw what there is to draw; a comparison at one budget has no curve against bits.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw what there is to draw; a comparison at one budget has no curve against bits."""
     from matplotlib.figure import Figure
 
     budgets = list(dict.fromkeys(row["budget"] for row in rows))
@@ -66,11 +62,7 @@ def draw_divergence(
     entries: Sequence[Mapping[str, Any]],
     about: Mapping[str, Any],
 ) -> list[Path]:
-    """KL of every method, with its spread over seeds.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """KL of every method, with its spread over seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 0.45 * len(rows) + 1.4), layout="constrained")

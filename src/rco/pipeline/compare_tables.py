@@ -12,7 +12,6 @@ from typing import Any
 from rco.atomic_files import write_json_atomic, write_text_atomic
 from rco.evaluation.statistics import recovery
 from rco.pipeline.evaluate import headline
-from rco.pipeline.progress import Progress
 from rco.runs import environment
 
 __all__ = ["Draw", "as_csv", "markdown", "summarise", "table_columns", "write_comparison"]
@@ -28,7 +27,6 @@ def write_comparison(
     folder: Path,
     about: Mapping[str, Any],
     entries: Sequence[Mapping[str, Any]],
-    progress: Progress,
     draw: Draw,
 ) -> tuple[list[dict[str, Any]], list[Path]]:
     """Write ``comparison.json``, ``.md``, ``.csv`` and the plots; return the table's rows and the plots.
@@ -38,7 +36,6 @@ def write_comparison(
         about: ``title``; ``tokens`` and ``seconds``, the allowance of each search (None: no limit);
             ``full_model`` with its perplexity and, if measured, ``tasks``; ``failed``, name to reason.
         entries: One per search.
-        progress: Is told if there can be no plots.
         draw: Makes them.
     """
     rows = summarise(entries, about["full_model"])
@@ -48,12 +45,7 @@ def write_comparison(
     )
     for name, text in (("comparison.md", markdown(rows, about)), ("comparison.csv", as_csv(rows))):
         write_text_atomic(folder / name, text)
-    try:
-        plots = draw(folder, rows, entries, about)
-    except ImportError:
-        progress.message("The plots are left out: they need matplotlib (pip install 'rco[plot]').")
-        plots = []
-    return rows, plots
+    return rows, draw(folder, rows, entries, about)
 
 
 def summarise(

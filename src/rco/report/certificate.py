@@ -1,4 +1,4 @@
-"""The budget certificate: what was asked, what was used, and sums that are checked here before they are claimed."""
+"""The budget certificate: the budget, its use, and checks that recompute every sum."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from fractions import Fraction
 from typing import Any
 
 from rco.report.data import ReportError, RunData, integer, number, section
-from rco.report.markup import Markup, element, fragment
 from rco.report.numbers import bytes_text, count, exact, percent, plural, short, significant
-from rco.report.tables import Column, fold_names, table
+from rco.report.result_tables import Column, Table, fold_names
 
-__all__ = ["Check", "certificate", "checks", "tensor_table"]
+__all__ = ["Check", "budget_facts", "checkpoint_bytes", "checks", "tensor_table"]
 
 _MOST_TENSORS = 1500
 
 
 @dataclass(frozen=True)
 class Check:
-    """A statement about the budget, and whether it is true."""
+    """A statement about the budget, and whether it holds."""
 
     holds: bool
     words: str
 
 
 def checks(run: RunData) -> list[Check]:
-    """Everything about the budget that can be verified from what the run has left behind."""
+    """All that can be verified about the budget from the run's documents."""
     return [
         *_within_budget(section(run.metrics, "budget")),
         *_recomputed(run),
@@ -73,7 +72,7 @@ def _recomputed(run: RunData) -> list[Check]:
 
 
 def _unchanged(run: RunData, cost: Any) -> str:
-    """What a size counts beside the cost of the choices, where it does."""
+    """The bytes of a size budget that no choice changes."""
     budget = section(run.metrics, "budget")
     used = integer(budget, "used_units", "budget")
     if budget.get("kind") != "size" or used is None or used <= cost:
@@ -152,49 +151,20 @@ def _engine(engine: Mapping[str, Any]) -> list[Check]:
     return [Check(False, f"{engine['preset']}: {violation}") for violation in violations]
 
 
-# ----------------------------------------------------------------------- rendering
+# --------------------------------------------------------------------------- facts
 
 
-def certificate(run: RunData) -> Markup | None:
-    """Requested, effective, used, slack; the checks; and every tensor's bytes."""
+def budget_facts(run: RunData) -> list[tuple[str, Any]]:
+    """Requested, effective, used, left over and stored: (name, value), as far as they are known."""
     budget = section(run.metrics, "budget")
-    rows = _facts(run, budget)
-    verified = checks(run)
-    if not rows and not verified:
-        return None
-    pieces: list[Markup | None] = []
-    if rows:
-        pieces.append(
-            table([Column("Budget"), Column("Value")], rows, caption="The budget and what was used of it")
-        )
-    if verified:
-        items = [
-            element(
-                "li",
-                element("span", "✓" if check.holds else "✗", class_="mark", aria_hidden="true"),
-                element(
-                    "span",
-                    element("strong", "Holds: " if check.holds else "Does not hold: ", class_="state"),
-                    check.words,
-                ),
-                class_="holds" if check.holds else "fails",
-            )
-            for check in verified
-        ]
-        pieces.append(element("ul", items, class_="checks"))
-    pieces.append(tensor_table(run))
-    return fragment(pieces)
-
-
-def _facts(run: RunData, budget: Mapping[str, Any]) -> list[list[Any]]:
     unit = str(budget.get("unit", "units"))
     used, allowed = integer(budget, "used_units", "budget"), integer(budget, "budget_units", "budget")
     written = section(run.metrics, "certificate")
-    rows: list[list[Any]] = []
+    rows: list[tuple[str, Any]] = []
 
     def fact(name: str, value: Any) -> None:
         if value is not None:
-            rows.append([name, value])
+            rows.append((name, value))
 
     kind = {"bits": "average bits of the quantized weights", "bpw": "bits per weight, scales counted",
             "size": "whole checkpoint on disk", "experts": "experts"}.get(str(budget.get("kind")))  # fmt: skip
@@ -258,32 +228,31 @@ def _farthest_from_budget(run: RunData) -> str | None:
     return f"{significant(max(distances), 2)} of it (the continuous iterate)" if distances else None
 
 
-def tensor_table(run: RunData) -> Markup | None:
-    """Bytes of every tensor, with the sums below; folded away until asked for."""
+def tensor_table(run: RunData) -> Table | None:
+    """Bytes of every tensor, with the sums below."""
     export = section(run.metrics, "export")
     sizes, total = _tensors(export), integer(export, "total_bytes", "export")
     if not sizes:
         return None
     folded, was_folded = fold_names(sizes, _MOST_TENSORS)
-    rows = [
-        [name, *([count(number)] if was_folded else []), count(size)]
-        for name, (number, size) in folded.items()
+    numbers = [count(number) if was_folded else None for number, _ in folded.values()]
+    sums: list[tuple[str, int | None, int | None]] = [
+        ("Tensors together", len(sizes), sum(sizes.values())),
+        ("Headers of the safetensors files", None, run.header_bytes),
+        ("Stated total", None, total),
     ]
-    blank = [""] if was_folded else []
-    data = sum(size for _, size in folded.values())
-    foot = [["Tensors together", *([count(len(sizes))] if was_folded else []), count(data)]]
-    if run.header_bytes is not None:
-        foot.append(["Headers of the safetensors files", *blank, count(run.header_bytes)])
-    if total is not None:
-        foot.append(["Stated total", *blank, count(total)])
-    columns = [
-        Column("Tensor"),
-        *([Column("Tensors", number=True)] if was_folded else []),
-        Column("Bytes", number=True),
+    foot = [
+        [name, *([number and count(number)] if was_folded else []), count(size)]
+        for name, number, size in sums
+        if size is not None
     ]
-    caption = "Bytes of every tensor" + (", numbered names added up (*)" if was_folded else "")
-    return element(
-        "details",
-        element("summary", f"Bytes of {plural(len(sizes), 'tensor')}"),
-        table(columns, rows, caption=caption, foot=foot, sortable=True),
+    return Table(
+        "Bytes of every tensor" + (", numbered names added up (*)" if was_folded else ""),
+        [
+            Column("Tensor", list(folded)),
+            Column("Tensors", numbers, number=True),
+            Column("Bytes", [count(size) for _, size in folded.values()], number=True),
+        ],
+        foot=foot,
+        sortable=True,
     )

@@ -1,7 +1,6 @@
-"""What a report is made of: a run's documents, read once and checked.
+"""A run's documents, read and checked for the report.
 
-A section of ``metrics.json`` that is missing stays missing (the page leaves it out); one that is there and wrong is
-an error that names it, since a page of half-understood numbers would be worse than none.
+A missing section of ``metrics.json`` is left out of the page; a malformed one is an error that names it.
 """
 
 from __future__ import annotations
@@ -19,11 +18,13 @@ from rco.runs import RunDirectory
 
 __all__ = [
     "Evaluated",
+    "ExpertWidths",
     "GroupWidth",
     "MoeLayer",
     "ReportError",
     "RunData",
     "evaluations",
+    "expert_width_layers",
     "groups",
     "integer",
     "moe_layers",
@@ -52,7 +53,7 @@ class RunData:
 
     @property
     def title(self) -> str:
-        """What the run compressed, or else its folder's name."""
+        """The model that was compressed, or else the name of the run's folder."""
         model = section(self.metrics, "model").get("name") or self.config.get("model")
         return str(model) if model else self.name
 
@@ -63,7 +64,7 @@ class RunData:
 
     @property
     def method(self) -> str:
-        """The searcher as people write it."""
+        """Name of the search method."""
         name = self.result.method if self.result else "search"
         return "RCO" if name == "rco" else name
 
@@ -129,11 +130,31 @@ class MoeLayer:
         return frozenset(order[: len(self.kept)])
 
 
+@dataclass(frozen=True)
+class ExpertWidths:
+    """One layer: widths of every expert's gate, up and down projection, and the share of tokens routed to it."""
+
+    layer: int
+    widths: tuple[tuple[int, int, int], ...]
+    frequency: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Average width; the three projections of an expert have the same number of weights."""
+        return sum(sum(expert) for expert in self.widths) / (3 * len(self.widths))
+
+    @property
+    def active_mean(self) -> float:
+        """Average width of the experts that tokens use, weighted by how often they do."""
+        total = sum(self.frequency) or 1.0
+        return sum(f * sum(w) / 3 for f, w in zip(self.frequency, self.widths, strict=True)) / total
+
+
 # ------------------------------------------------------------------------- reading
 
 
 def read_run(run: RunDirectory) -> RunData:
-    """Everything a run has written so far; an unfinished one has no result yet."""
+    """All documents that a run has written; an unfinished run has no result yet."""
     metrics = run.metrics
     return RunData(
         name=run.folder.resolve().name,
@@ -177,7 +198,7 @@ def _header_bytes(export: Mapping[str, Any], folder: Path) -> int | None:
             try:
                 with open(place / str(name), "rb") as file:
                     total += 8 + int.from_bytes(file.read(8), "little")
-            except FileNotFoundError:  # moved since: the page then says that headers are not itemised
+            except FileNotFoundError:  # moved since
                 return None
     return total
 
@@ -310,4 +331,26 @@ def moe_layers(run: RunData) -> list[MoeLayer]:
                 )
             scores[str(name)] = tuple(float(value) for value in values)
         found.append(MoeLayer(layer, experts, kept, scores))
+    return found
+
+
+def expert_width_layers(run: RunData) -> list[ExpertWidths]:
+    """Every layer's experts with their widths, where experts have widths of their own."""
+    found = []
+    for row in _rows(section(run.metrics, "expert_widths"), "layers"):
+        try:
+            widths = tuple((int(g), int(u), int(d)) for g, u, d in row["widths"])
+            frequency = tuple(float(share) for share in row["frequency"])
+            layer = int(row["layer"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ReportError(
+                "A layer under 'expert_widths' of metrics.json needs layer, widths (gate, up, down per expert) "
+                f"and frequency: {error!r}."
+            ) from None
+        if len(widths) != len(frequency) or not widths:
+            raise ReportError(
+                f"Layer {layer} under 'expert_widths' of metrics.json has {len(widths)} experts with widths and "
+                f"{len(frequency)} with a frequency."
+            )
+        found.append(ExpertWidths(layer, widths, frequency))
     return found

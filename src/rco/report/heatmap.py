@@ -9,15 +9,17 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rco.report.bits import level, width_grid
+from markupsafe import Markup
+
 from rco.report.data import GroupWidth, MoeLayer
-from rco.report.markup import Markup, element
-from rco.report.style import WIDTHS
+from rco.report.maps import average_width, width_grid
+from rco.report.theme import WIDTHS, level
 
 __all__ = ["coloured", "experts_html", "experts_text", "widths_html", "widths_text"]
 
 _KEPT, _PRUNED = "■", "·"
 _MOST_GROUPS_OUTSIDE = 8
+_NOTHING = Markup("<td></td>")
 
 
 def coloured() -> bool:
@@ -44,9 +46,7 @@ def widths_text(groups: Sequence[GroupWidth], *, colour: bool = False) -> str:
         row = "".join(
             " " if cell is None else _painted(_digit(cell.width), cell.width, colour) for cell in cells
         )
-        present = [cell for cell in cells if cell is not None]
-        weights = [sum(group.parameters or 1 for group in cell.groups) for cell in present]
-        mean = sum(w * c.width for w, c in zip(weights, present, strict=True)) / sum(weights)
+        mean = average_width(group for cell in cells if cell is not None for group in cell.groups)
         lines.append(f"{kind:{title}}  {row}  {mean:.2f} bits")
     for group in loose[:_MOST_GROUPS_OUTSIDE]:
         lines.append(f"{group.name:{title}}  {_painted(_digit(group.width), group.width, colour)}")
@@ -72,36 +72,32 @@ def widths_html(groups: Sequence[GroupWidth]) -> str:
     """A table with one coloured cell per block and kind of linear."""
     grid, kinds, loose = width_grid(groups)
     blocks = sorted(grid)
-    rows = [element("tr", element("th", "block"), [element("th", block) for block in blocks])]
+    rows = [_row("<th>block</th>", [Markup("<th>{}</th>").format(block) for block in blocks])]
     for kind in kinds:
-        cells = []
-        for block in blocks:
-            cell = grid[block].get(kind)
-            cells.append(element("td") if cell is None else _cell(cell.label, cell.width, cell.title))
-        rows.append(element("tr", _heading(kind), cells))
+        found = [grid[block].get(kind) for block in blocks]
+        cells = [_NOTHING if cell is None else _cell(cell.label, cell.width, cell.title) for cell in found]
+        rows.append(_row(_heading(kind), cells))
     for group in loose[:_MOST_GROUPS_OUTSIDE]:
         shown = _cell(f"{group.width:g}", group.width, f"{group.name}: {group.width:g} bits")
-        rows.append(element("tr", _heading(group.name), shown))
-    return str(_table(rows))
+        rows.append(_row(_heading(group.name), [shown]))
+    return _table(rows)
 
 
 def experts_html(layers: Sequence[MoeLayer]) -> str:
     """A table with one cell per expert: coloured where it was kept."""
+    pruned = Markup('<td title="layer {}, expert {}: pruned"></td>')
     rows = []
     for layer in layers:
         kept = set(layer.kept)
         cells = [
             _cell("", 8, f"layer {layer.layer}, expert {expert}: kept")
             if expert in kept
-            else element("td", title=f"layer {layer.layer}, expert {expert}: pruned")
+            else pruned.format(layer.layer, expert)
             for expert in range(layer.experts)
         ]
-        rows.append(
-            element(
-                "tr", _heading(f"layer {layer.layer}"), cells, _heading(f"{len(kept)} of {layer.experts}")
-            )
-        )
-    return str(_table(rows))
+        counted = _heading(f"{len(kept)} of {layer.experts}")
+        rows.append(_row(_heading(f"layer {layer.layer}"), [*cells, counted]))
+    return _table(rows)
 
 
 def _digit(width: float) -> str:
@@ -113,7 +109,7 @@ def _digit(width: float) -> str:
 def _painted(mark: str, width: float, colour: bool) -> str:
     if not colour:
         return mark
-    fill, ink = WIDTHS[int(level(width)[1:])][:2]
+    fill, ink = WIDTHS[level(width)][:2]
     return f"\x1b[48;2;{_rgb(fill)}m\x1b[38;2;{_rgb(ink)}m{mark}\x1b[0m"
 
 
@@ -122,14 +118,19 @@ def _rgb(hexadecimal: str) -> str:
 
 
 def _cell(label: str, width: float, title: str) -> Markup:
-    fill, ink = WIDTHS[int(level(width)[1:])][:2]
+    fill, ink = WIDTHS[level(width)][:2]
     style = f"background:{fill};color:{ink};text-align:center;min-width:1.2em;padding:2px 4px"
-    return element("td", label, style=style, title=title)
+    return Markup('<td style="{}" title="{}">{}</td>').format(style, title, label)
 
 
 def _heading(text: str) -> Markup:
-    return element("th", text, style="text-align:left;padding:2px 8px")
+    return Markup('<th style="text-align:left;padding:2px 8px">{}</th>').format(text)
 
 
-def _table(rows: Sequence[Markup]) -> Markup:
-    return element("table", rows, style="border-collapse:separate;border-spacing:2px;font-size:12px")
+def _row(heading: str, cells: Sequence[Markup]) -> str:
+    return f"<tr>{heading}{''.join(cells)}</tr>"
+
+
+def _table(rows: Sequence[str]) -> str:
+    style = "border-collapse:separate;border-spacing:2px;font-size:12px"
+    return f'<table style="{style}">{"".join(rows)}</table>'

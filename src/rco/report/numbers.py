@@ -1,4 +1,4 @@
-"""Numbers as people read them. What is missing is a dash, never a zero."""
+"""Numbers as text. A missing number is a dash, never a zero."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from decimal import Decimal, localcontext
 from fractions import Fraction
 
-from rco.report.markup import Markup, element, fragment
+from markupsafe import Markup, escape
 
 __all__ = [
     "DASH",
@@ -52,14 +52,14 @@ def short(value: float | None, digits: int = 5) -> str:
 def measured(value: float | None, error: float | None = None) -> Markup:
     """A measurement with its standard error: as many decimals as two digits of the error ask for."""
     if value is None or error is None or not (math.isfinite(value) and math.isfinite(error)) or error <= 0:
-        return fragment(significant(value))
+        return escape(significant(value))
     decimals = 1 - math.floor(math.log10(error))
     if decimals > 8 or abs(value) >= 1e9:
         shown, deviation = significant(value), significant(error, 2)
     else:
         decimals = max(0, decimals)
         shown, deviation = _minus(f"{value:,.{decimals}f}"), f"{error:,.{decimals}f}"
-    return fragment(shown, " ", element("span", f"± {deviation}", class_="error"))
+    return Markup('{} <span class="error">± {}</span>').format(shown, deviation)
 
 
 def count(value: int | None) -> str:

@@ -1,4 +1,4 @@
-"""How to load what was written, and how to make it again."""
+"""How to load the checkpoint, and the command that makes it again."""
 
 from __future__ import annotations
 
@@ -6,85 +6,65 @@ import json
 import shlex
 import textwrap
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from rco.report.data import RunData, moe_layers, section
-from rco.report.expert_widths import expert_width_layers
-from rco.report.markup import Markup, element, fragment
+from rco.report.data import RunData, expert_width_layers, moe_layers, section
 
-__all__ = ["loading", "reproduce_command"]
+__all__ = ["Loading", "loading", "reproduce_command"]
 
 _VERBS = {"quantization": "quantize", "expert-pruning": "prune"}
-_TRANSFORMERS = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-path = {path}
-model = AutoModelForCausalLM.from_pretrained(path{extra})
-tokenizer = AutoTokenizer.from_pretrained(path)"""
 
 
-def loading(run: RunData) -> Markup | None:
-    """Code that loads the checkpoint with stock tools, as far as the export is known to allow it."""
+@dataclass(frozen=True)
+class Loading:
+    """What it takes to load a checkpoint with stock tools.
+
+    Attributes:
+        path: The checkpoint.
+        format: Its format.
+        recipe: How to use it where it is a recipe for another tool, which makes the checkpoint.
+        uneven: Layers keep different numbers of experts, so that it carries model code of its own.
+        separate: Experts have widths of their own, so that it carries model code of its own.
+        vllm: Whether vLLM can serve it.
+    """
+
+    path: str
+    format: str
+    recipe: str | None
+    uneven: bool
+    separate: bool
+    vllm: bool
+
+    @property
+    def quoted_path(self) -> str:
+        """The path as Python writes it."""
+        return json.dumps(self.path, ensure_ascii=False)
+
+    @property
+    def shell_path(self) -> str:
+        """The path as a shell takes it."""
+        return shlex.quote(self.path)
+
+
+def loading(run: RunData) -> Loading | None:
+    """How to load the checkpoint; None without one."""
     export = section(run.metrics, "export")
-    path = export.get("path")
-    if not path:
+    if not export.get("path"):
         return None
-    form = str(export.get("format", ""))
-    if export.get("usage"):  # a recipe: there is nothing to load yet
-        return fragment([element("h4", form), code(textwrap.dedent(str(export["usage"])))])
-    layers = moe_layers(run)
-    uneven = len({len(layer.kept) for layer in layers}) > 1 and "padded" not in form
-    separate = "modeling_unfused_experts.py" in (export.get("files") or {})
-    pruned = any(widths[0] == 0 for layer in expert_width_layers(run) for widths in layer.widths)
-    uneven = uneven or (pruned and any(str(name).endswith(".py") for name in export.get("files") or {}))
-    pieces = [
-        element("h4", "transformers"),
-        code(
-            _TRANSFORMERS.format(
-                path=json.dumps(str(path), ensure_ascii=False),
-                extra=', dtype="auto"' + (", trust_remote_code=True" if uneven or separate else ""),
-            )
-        ),
-    ]
-    if uneven:
-        pieces.append(
-            element(
-                "p",
-                "Layers keep different numbers of experts, which stock model code does not know: the checkpoint "
-                "carries the code that does. ",
-                element("code", "rco.load(path)"),
-                " loads it too.",
-                class_="small",
-            )
-        )
-    if separate:
-        pieces.append(
-            element(
-                "p",
-                "Experts have widths of their own, and stock model code loads packed experts with one width for "
-                "all: the checkpoint carries the code that builds them separately.",
-                class_="small",
-            )
-        )
-    if form == "compressed-tensors":
-        pieces.append(
-            element(
-                "p",
-                "Needs ",
-                element("code", "compressed-tensors>=0.18"),
-                " to be installed.",
-                class_="small",
-            )
-        )
+    form, files = str(export.get("format", "")), [str(name) for name in export.get("files") or {}]
+    counts = {len(layer.kept) for layer in moe_layers(run)}
+    pruned = any(parts == (0, 0, 0) for layer in expert_width_layers(run) for parts in layer.widths)
     engine = section(run.metrics, "engine")
-    if str(engine.get("preset", "")).startswith("vllm") and not engine.get("violations"):
-        pieces += [element("h4", "vLLM"), code(f"vllm serve {shlex.quote(str(path))}")]
-    return fragment(pieces)
-
-
-def code(words: str) -> Markup:
-    """A block of code that scrolls by itself."""
-    return element("pre", element("code", words), tabindex="0")
+    return Loading(
+        path=str(export["path"]),
+        format=form,
+        recipe=textwrap.dedent(str(export["usage"])) if export.get("usage") else None,
+        uneven=(len(counts) > 1 and "padded" not in form)
+        or (pruned and any(name.endswith(".py") for name in files)),
+        separate="modeling_unfused_experts.py" in files,
+        vllm=str(engine.get("preset", "")).startswith("vllm") and not engine.get("violations"),
+    )
 
 
 def reproduce_command(run: RunData) -> str | None:
