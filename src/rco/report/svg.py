@@ -290,7 +290,7 @@ def draw(
         axes.patch.set_visible(False)
         for axis, log in ((axes.xaxis, x_log), (axes.yaxis, y_log)):
             axis.set_major_locator(NullLocator() if log else MaxNLocator(6, steps=[1, 2, 5, 10]))
-            axis.set_major_formatter(FuncFormatter(lambda value, _: tick_label(value)))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: _tick_label(value)))
             axis.set_minor_locator(NullLocator())
         axes.grid(axis="y")
         axes.set_axisbelow(True)
@@ -319,7 +319,7 @@ def _log_ticks(low: float, high: float, most: int = 6) -> list[float]:
     return ticks[:: math.ceil(len(ticks) / most)] if ticks else []
 
 
-def tick_label(value: float) -> str:
+def _tick_label(value: float) -> str:
     """A round number beside an axis."""
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return f"{value:,.10g}" if abs(value) >= 1000 else f"{value:.6g}".replace("-", "−")
