@@ -284,8 +284,10 @@ def draw(
                 1 - (_TOP + _BOTTOM) / height,
             )
         )
-        axes.set_xscale("log" if x_log else "linear")
-        axes.set_yscale("log" if y_log else "linear")
+        if x_log:
+            axes.set_xscale("log")
+        if y_log:
+            axes.set_yscale("log")
         figure.patch.set_visible(False)
         axes.patch.set_visible(False)
         for axis, log in ((axes.xaxis, x_log), (axes.yaxis, y_log)):
