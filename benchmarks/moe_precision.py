@@ -245,10 +245,10 @@ def _sensitivities(settings, model, seed, backend, calibration):
 
 def _restrict(backend, budget, width):
     """Let experts be either pruned or at one width; the problem that this leaves."""
-    from rco.compression.plan import PRUNED
+    from rco.formats.removed import REMOVED
 
     groups = tuple(
-        dataclasses.replace(group, widths=tuple(w for w in group.widths if w in (PRUNED, width)))
+        dataclasses.replace(group, options=tuple(o for o in group.options if o == REMOVED or o.bits == width))
         if group.members[0].role == "experts"
         else group
         for group in backend.plan.groups

@@ -12,7 +12,7 @@ from rco.compression.candidates import CandidateSettings
 from rco.compression.compression import Compression
 from rco.compression.costs import Costs, Visits
 from rco.compression.expert_candidates import packed_candidate
-from rco.compression.plan import LEAVE_ALONE, PRUNED, make_plan
+from rco.compression.plan import make_plan
 from rco.compression.second_order import steadied_losses
 from rco.core.problem import InfeasibleBudgetError
 from rco.data.calibration import CalibrationSet
@@ -138,7 +138,7 @@ def test_a_lock_at_sixteen_leaves_the_other_widths_as_they_are(tmp_path):
     assert plan.widths == (2, 3, 4, 16)
     for group in plan.groups:
         locked = group.members[0].role == "attention"
-        assert group.widths == ((LEAVE_ALONE,) if locked else (2, 3, 4))
+        assert group.widths == ((16,) if locked else (2, 3, 4))
     with pytest.raises(ValueError, match="asks for 5 bits"):
         make_backend(tmp_path, locks=["attention=5"])
     with pytest.raises(ValueError, match="no linears of that role"):
@@ -292,11 +292,10 @@ def test_the_switched_model_is_the_checkpoint(plan, tmp_path, monkeypatch):
     assert packed.total_bytes == checkpoint_size(tmp_path / "packed")["bytes"] <= bound
     assert bound - packed.total_bytes < 24 * (len(packed.tensors) + 8)
     measured = average_bits(tmp_path / "packed", [info.name for info in backend.plan.linears])
-    widths = backend.choice_of(allocation)
+    widths = {name: option.bits for name, option in backend.choice_of(allocation).items()}
     itemsize = 8 * source.dtype.itemsize
     assert measured["weight_bits"] == sum(
-        (itemsize if widths[i.name] == LEAVE_ALONE else widths[i.name]) * i.parameters
-        for i in backend.plan.linears
+        (itemsize if widths[i.name] == 16 else widths[i.name]) * i.parameters for i in backend.plan.linears
     )
     # One way of counting: the budget, the width that is reported, and the file.
     stored = Fraction(measured["weight_bits"], measured["parameters"])
@@ -313,12 +312,12 @@ def test_pruned_and_quantized_in_one(tmp_path, monkeypatch):
     monkeypatch.setenv("TQDM_DISABLE", "1")
     pytest.importorskip("compressed_tensors")
     backend = make_backend(tmp_path, name="qwen3_moe", allow_prune=True)
-    assert backend.plan.widths == (PRUNED, 2, 3, 4)
+    assert backend.plan.widths == (0, 2, 3, 4)
     data = text()
     backend.candidates(data)
     problem = backend.problem(Budget("size", Fraction(60_000)))
     choices = np.array([1 + i % 3 for i in range(problem.num_groups)])
-    experts = [i for i, group in enumerate(backend.plan.groups) if PRUNED in group.widths]
+    experts = [i for i, group in enumerate(backend.plan.groups) if 0 in group.widths]
     choices[[experts[1], experts[4], experts[-1]]] = 0
     allocation = problem.allocation(choices)
     with backend.apply(allocation) as applied:
@@ -354,7 +353,7 @@ def test_errors_of_weights_are_those_of_every_expert(tmp_path):
             float((weights[m.name].dequantize() - m.weight).double().square().sum()) for m in group.members
         )
         assert float(table[row, backend.plan.widths.index(2)]) == pytest.approx(lost / full, rel=1e-5)
-        assert float(table[row, backend.plan.widths.index(PRUNED)]) == 1.0
+        assert float(table[row, backend.plan.widths.index(0)]) == 1.0
 
 
 def test_routers_never_lose_too_many_experts(tmp_path):
@@ -365,7 +364,7 @@ def test_routers_never_lose_too_many_experts(tmp_path):
             for g in backend.plan.groups
             if getattr(g.members[0], "layer", None) is not None and g.members[0].layer.index == layer.index
         ]
-        assert sum(PRUNED not in group.widths for group in members) >= layer.top_k
+        assert sum(0 not in group.widths for group in members) >= layer.top_k
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v2", "qwen2_moe"])

@@ -31,7 +31,7 @@ def test_llamacpp_offers_the_types_that_fit_a_row():
     for group in plan.groups:
         (member,) = group.members
         assert group.widths == ((2, 3, 4, 5, 6, 8) if member.in_features == 256 else (4, 5, 8))
-        grids = {width: plan.scheme(member, width) for width in group.widths}
+        grids = {option.bits: plan.format_of(member, option) for option in group.options}
         assert all(scheme.bits == width for width, scheme in grids.items())
         assert {scheme.group_size for scheme in grids.values()} <= {16, 32}
     with pytest.raises(ValueError, match="rows of 288"):
@@ -147,10 +147,10 @@ def _rounded(plan):
         parts.append(info)
     return {
         name: {
-            str(width): _empty(
-                sum(p.out_features for p in parts), parts[0].in_features, plan.scheme(parts[0], width)
+            plan.label(option): _empty(
+                sum(p.out_features for p in parts), parts[0].in_features, plan.format_of(parts[0], option)
             )
-            for width in plan.packed_widths
+            for option in plan.packed
         }
         for name, parts in stacks.items()
     }

@@ -12,7 +12,6 @@ from pretend_gpu import GPU, pretend_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rco.compression.candidates import option_label
 from rco.compression.compression import Compression
 from rco.compression.memory import saved_bytes_per_token, search_memory
 from rco.compression.plan import make_plan, make_removal_plan
@@ -81,8 +80,7 @@ def test_originals_are_given_up_by_linears_that_never_take_them(loaded, kind):
     plan = make_plan(loaded.layout, linears, group_size=32, **{"widths": (2, 4), **settings})
     packed = {
         info.name: {
-            option_label(width): random_packed(info.out_features, info.in_features, width, 32, CPU)
-            for width in (2, 4)
+            str(width): random_packed(info.out_features, info.in_features, width, 32, CPU) for width in (2, 4)
         }
         for info in plan.linears
     }
@@ -127,7 +125,7 @@ def test_only_originals_that_nobody_holds_are_moved_to_the_host(shape, settings,
     plan = make_plan(loaded.layout, linears, group_size=32, **settings)
     backend = Compression(loaded, plan, Path("unused"))
     packed = {
-        name: {option_label(width): random_packed(rows, cols, width, 32, CPU) for width in (2, 4)}
+        name: {str(width): random_packed(rows, cols, width, 32, CPU) for width in (2, 4)}
         for name, (rows, cols) in stored_shapes(plan.linears).items()
     }
     backend.set_packed(packed)
@@ -162,7 +160,7 @@ def test_what_is_streamed_needs_a_few_buffers_of_the_largest_layer(locks):
     linears = model_linears(loaded.layout, loaded.model)
     plan = make_plan(loaded.layout, linears, group_size=32, widths=(2, 4), locks=locks)
     packed = {
-        name: {option_label(width): random_packed(rows, cols, width, 32, CPU) for width in (2, 4)}
+        name: {str(width): random_packed(rows, cols, width, 32, CPU) for width in (2, 4)}
         for name, (rows, cols) in stored_shapes(plan.linears).items()
     }
     streamed = []

@@ -15,7 +15,6 @@ from expert_cases import experts_case
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rco.compression.budget import Budget
-from rco.compression.candidates import option_label
 from rco.compression.compression import Compression
 from rco.compression.plan import make_plan
 from rco.compression.recording import NumbersOnDevice, Recording
@@ -89,7 +88,7 @@ def case_of(kind, folder):
     backend.set_packed(
         {
             info.name: {
-                option_label(width): random_packed(info.out_features, info.in_features, width, 32, CPU)
+                str(width): random_packed(info.out_features, info.in_features, width, 32, CPU)
                 for width in WIDTHS
             }
             for info in plan.linears

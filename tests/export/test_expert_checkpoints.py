@@ -21,6 +21,7 @@ from rco.export.compressed_tensors import quantization_config
 from rco.export.expert_targets import one_scheme, written_schemes
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
+from rco.formats.removed import REMOVED
 from rco.models.loading import _from_pretrained, wrap_model
 from rco.models.moe.layers import MOE_ARCHITECTURES, moe_layers
 from rco.models.moe.linears import ExpertLinear, model_linears
@@ -152,7 +153,7 @@ def test_widths_and_pruning_load_with_the_code_that_they_bring(name, tmp_path, m
     backend = make_backend(tmp_path, name, allow_prune=True)
     backend.candidates(text())
     allocation = random_allocation(backend, seed=3)
-    assert 0 in backend.choice_of(allocation).values()
+    assert REMOVED in backend.choice_of(allocation).values()
     source, weights = backend.deployed(allocation)
     summary = CompressedTensorsExporter().export(source, weights, tmp_path / "out")
     size = backend.costs("size")
@@ -206,7 +207,7 @@ def test_rows_that_would_have_other_scales_are_refused_at_once(serve, tmp_path):
     for size in (GROUP, 32, None):
         plan = make_backend(tmp_path, "olmoe", serve=serve, widths=widths, group_size=size).plan
         loaded = wrap_model(tiny_moe("olmoe"))
-        schemes = {info.name: plan.scheme(info, 4) for info in plan.linears}
+        schemes = {info.name: IntegerGrid(4, plan.group_size, plan.symmetric) for info in plan.linears}
         config = quantization_config(loaded, schemes, patterns=True)
         described = {"model_type": "olmoe", "quantization_config": config}
         assert validate_for_engine(described, serve, list(schemes)) == []
@@ -226,7 +227,7 @@ def test_vllm_finds_one_scheme_and_every_tensor_of_each_layer(name, tmp_path):
     CompressedTensorsExporter().export(source, weights, tmp_path / "out", engine="vllm")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     stored = read_headers(tmp_path / "out")
-    widths = backend.choice_of(allocation)
+    widths = {name: option.bits for name, option in backend.choice_of(allocation).items()}
 
     def matches(value, targets):
         return [t for t in targets if (re.match(t[3:], value) if t.startswith("re:") else t == value)]

@@ -7,12 +7,11 @@ from fractions import Fraction
 from math import floor
 from typing import Any
 
-import numpy as np
-
 from rco.compression.budget import Budget
 from rco.compression.costs import Costs
-from rco.compression.plan import LEAVE_ALONE, PRUNED
 from rco.core.problem import AllocationProblem, InfeasibleBudgetError
+from rco.formats.original import ORIGINAL
+from rco.formats.removed import REMOVED
 from rco.models.moe.layers import MoELayer
 
 __all__ = ["assignment_problem", "experts_to_prune"]
@@ -35,7 +34,7 @@ def assignment_problem(
     """
     plan = costs.plan
     arguments: dict[str, Any] = {
-        "allowed": np.array([[w in group.widths for w in plan.widths] for group in plan.groups]),
+        "allowed": plan.allowed,
         "groups": [group.name for group in plan.groups],
         "options": list(plan.labels),
         "monotone": True,
@@ -80,7 +79,7 @@ def _removal_problem(
     """Exactly as many experts removed as asked, never fewer kept than a router picks."""
     plan, allowed = costs.plan, arguments["allowed"]
     layers, blocks = plan.sparse_layers, plan.layer_of_group
-    prune, keep = plan.widths.index(PRUNED), plan.widths.index(LEAVE_ALONE)
+    prune, keep = plan.options.index(REMOVED), plan.options.index(ORIGINAL)
     least = [max(layer.top_k, min_per_layer) for layer in layers]
     for number, (layer, count) in enumerate(zip(layers, least, strict=True)):
         if count > layer.num_experts:

@@ -30,7 +30,7 @@ from rco.models.moe.expert_statistics import ExpertHessians
 from rco.models.moe.linears import ExpertLinear
 from rco.store import CandidateStore
 
-__all__ = ["CandidateSettings", "build_candidates", "candidate_identity", "candidate_name", "option_label"]
+__all__ = ["CandidateSettings", "build_candidates", "candidate_identity", "candidate_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,6 @@ class CandidateSettings:
         return {"damp": self.damp, "act_order": self.act_order, "clip": self.clip, "sweeps": self.sweeps}
 
 
-def option_label(width: int) -> str:
-    """The store's name of a width."""
-    return str(width)
-
-
 def candidate_name(info: LinearInfo) -> str:
     """What a linear's candidates are called in a store; those of a layer's experts are stacked."""
     return info.stored_in if isinstance(info, ExpertLinear) else info.name
@@ -79,7 +74,8 @@ def candidate_identity(
     identity: dict[str, object] = {
         "model": loaded.fingerprint,
         "data": calibration.fingerprint if settings.method == "gptq" else None,
-        "widths": list(plan.packed_widths),
+        "widths": [option.bits for option in plan.packed],
+        "formats": [option.name for option in plan.packed] if plan.gguf is None else "GGUF",
         "group_size": plan.group_size if plan.gguf is None else "GGUF",
         "symmetric": plan.symmetric if plan.gguf is None else "GGUF",
         "linears": list(dict.fromkeys(names)),
@@ -254,7 +250,7 @@ def build_candidates(
 
 def _grids(plan: CompressionPlan, info: LinearInfo) -> dict[str, Format]:
     """Label -> format of every width of a linear."""
-    return {option_label(width): plan.scheme(info, width) for width in plan.packed_widths}
+    return {plan.label(option): plan.format_of(info, option) for option in plan.packed}
 
 
 def _shared_inputs(loaded: LoadedModel, group: Sequence[LinearInfo]) -> dict[str, str]:

@@ -32,7 +32,7 @@ from rco.compression.deployment import chosen_weights, deploy, written_names
 from rco.compression.layer_errors import layer_errors
 from rco.compression.objective import LanguageModelObjective, LossKind, Reference
 from rco.compression.option_errors import recorded_errors, weight_distances, weight_errors
-from rco.compression.plan import PRUNED, CompressionPlan
+from rco.compression.plan import CompressionPlan
 from rco.compression.priors import (
     logits_from_losses,
     logits_from_ranks,
@@ -46,7 +46,8 @@ from rco.compression.switched_model import SwitchedModel, full_head, switched_mo
 from rco.core.problem import Allocation, AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.distributed import Ranks
-from rco.formats.base import Stored
+from rco.formats.base import Format, Stored
+from rco.formats.removed import REMOVED
 from rco.formats.streaming import OptionStream, pinned_together
 from rco.losses import Head
 from rco.models.layout import LinearInfo
@@ -253,10 +254,8 @@ class Compression:
         """The same model and candidates, under other groups of the same linears."""
         if {info.name for info in plan.linears} != {info.name for info in self.plan.linears}:
             raise ValueError("The other plan has other linears: its candidates are not these.")
-        if (plan.widths, plan.group_size, plan.symmetric) != (
-            self.plan.widths, self.plan.group_size, self.plan.symmetric,
-        ):  # fmt: skip
-            raise ValueError("The other plan has other widths or another grid: its candidates are not these.")
+        if plan.options != self.plan.options:
+            raise ValueError("The other plan has other options: its candidates are not these.")
         self.packed()  # loaded once, for both
         other = copy.copy(self)
         other.plan, other._costs, other._second_order = plan, {}, None
@@ -606,10 +605,10 @@ class Compression:
 
     # ------------------------------------------------------------- allocations
 
-    def choice_of(self, allocation: Allocation) -> dict[str, int]:
-        """Linear name -> width."""
+    def choice_of(self, allocation: Allocation) -> dict[str, Format]:
+        """Linear name -> option."""
         return {
-            member.name: self.plan.widths[choice]
+            member.name: self.plan.options[choice]
             for group, choice in zip(self.plan.groups, allocation, strict=True)
             for member in group.members
         }
@@ -641,7 +640,7 @@ class Compression:
         Raises:
             ValueError: The allocation belongs to another model, or leaves a router too few experts.
         """
-        keep = torch.from_numpy(np.asarray(allocation) != self.plan.widths.index(PRUNED))
+        keep = torch.from_numpy(np.asarray(allocation) != self.plan.options.index(REMOVED))
         split_keep(self.layers, keep)
         return keep
 
@@ -663,5 +662,5 @@ class Compression:
         if self.plan.removes_only:
             self.keep_of(allocation)  # one of another model is refused
         with self.switchable() as switched, torch.no_grad():
-            switched.set_gates(allocation.one_hot(len(self.plan.widths)))
+            switched.set_gates(allocation.one_hot(len(self.plan.options)))
             yield self.loaded

@@ -26,9 +26,11 @@ from rco.compression.accounting import (
     stored_bits,
     weight_bits,
 )
-from rco.compression.plan import PRUNED, CompressionPlan, Group
+from rco.compression.plan import CompressionPlan, Group
 from rco.data.calibration import CalibrationSet
+from rco.formats.base import Format
 from rco.formats.original import ORIGINAL
+from rco.formats.removed import REMOVED
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.expert_scores import count_visits
@@ -185,7 +187,7 @@ class Costs:
             raise ValueError("A size is that of the whole checkpoint; `count='experts'` goes with bits.")
         if not self.plan.experts:
             raise ValueError("`count='experts'` needs a model with experts.")
-        free = [group for group in self.plan.groups if not self.counts(group) and len(group.widths) > 1]
+        free = [group for group in self.plan.groups if not self.counts(group) and len(group.options) > 1]
         if free:
             raise ValueError(
                 f"Bits are counted over experts alone, so that {len(free)} other groups, such as {free[0].name}, "
@@ -209,20 +211,20 @@ class Costs:
     def _layout(self) -> FileLayout:
         return FileLayout.of(self.model)
 
-    def of(self, info: LinearInfo, width: int) -> int:
+    def of(self, info: LinearInfo, option: Format) -> int:
         """Cost of one linear at one width; an expert that is pruned costs nothing."""
-        if width == PRUNED:
+        if option == REMOVED:
             return 0
-        scheme, file = self.plan.scheme(info, width), self.plan.gguf
+        stored_as, file = self.plan.format_of(info, option), self.plan.gguf
         if file is not None and self.kind in ("bpw", "size"):
-            return file.linear_bytes(info, width) * (8 if self.kind == "bpw" else 1)
-        if file is not None and scheme == ORIGINAL:  # the file holds 16 bits, whatever the model's type
-            return 8 * file.linear_bytes(info, width) * self.weight(info)
+            return file.linear_bytes(info, option.bits) * (8 if self.kind == "bpw" else 1)
+        if file is not None and stored_as == ORIGINAL:  # the file holds 16 bits, whatever the model's type
+            return 8 * file.linear_bytes(info, option.bits) * self.weight(info)
         if self.kind == "size":
-            return option_bytes(info, scheme, self._layout)
+            return option_bytes(info, stored_as, self._layout)
         if self.kind == "bpw":
-            return stored_bits(info, scheme)
-        return weight_bits(info, scheme) * self.weight(info)
+            return stored_bits(info, stored_as)
+        return weight_bits(info, stored_as) * self.weight(info)
 
     def weight(self, info: LinearInfo) -> int:
         """How often a linear counts: once, or as often as tokens read it."""
@@ -237,7 +239,7 @@ class Costs:
         rows = []
         for group in self.plan.groups:
             if not self.counts(group):
-                rows.append([0] * len(self.plan.widths))
+                rows.append([0] * len(self.plan.options))
                 continue
             # Experts of a group have few shapes: each is worked out once.
             shapes: dict[tuple[object, ...], int] = {}
@@ -250,8 +252,8 @@ class Costs:
                     members.append(member)
             rows.append(
                 [
-                    sum(n * self.of(m, w) for m, n in zip(members, shapes.values(), strict=True))
-                    for w in self.plan.widths
+                    sum(n * self.of(m, option) for m, n in zip(members, shapes.values(), strict=True))
+                    for option in self.plan.options
                 ]
             )
         return np.array(rows, dtype=np.int64)
@@ -304,8 +306,7 @@ class Costs:
     @property
     def range(self) -> tuple[str, str]:
         """The lowest and the highest budget, as a user would write them."""
-        allowed = np.array([[w in group.widths for w in self.plan.widths] for group in self.plan.groups])
-        costs = self.matrix
+        allowed, costs = self.plan.allowed, self.matrix
         low = int(np.where(allowed, costs, costs.max(initial=0)).min(axis=1).sum())
         high = int(np.where(allowed, costs, 0).max(axis=1).sum())
         if self.plan.removes_only:

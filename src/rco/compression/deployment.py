@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from rco.compression.candidates import option_label
 from rco.compression.expert_candidates import kept_experts, packed_candidate
-from rco.compression.plan import LEAVE_ALONE, PRUNED, CompressionPlan
-from rco.formats.base import Stored
+from rco.compression.plan import CompressionPlan
+from rco.formats.base import Format, Stored
+from rco.formats.original import ORIGINAL
+from rco.formats.removed import REMOVED
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.expert_removal import prune_experts
@@ -19,7 +20,7 @@ from rco.models.moe.linears import ExpertLinear, model_linears, sparse_layers
 
 __all__ = ["chosen_weights", "decode_into", "deploy", "written_names"]
 
-Choices = Mapping[str, int]  # linear name -> width
+Choices = Mapping[str, Format]  # linear name -> option
 
 
 def chosen_weights(
@@ -27,9 +28,9 @@ def chosen_weights(
 ) -> dict[str, Stored]:
     """The packed weight of every quantized linear; those left alone are missing."""
     return {
-        info.name: packed_candidate(packed, info, option_label(choices[info.name]))
+        info.name: packed_candidate(packed, info, plan.label(choices[info.name]))
         for info in plan.linears
-        if choices[info.name] not in (LEAVE_ALONE, PRUNED)
+        if choices[info.name] not in (ORIGINAL, REMOVED)
     }
 
 
@@ -41,7 +42,7 @@ def written_names(plan: CompressionPlan, choices: Choices) -> dict[str, LinearIn
     kept = kept_experts(plan, choices)
     found: dict[str, LinearInfo] = {}
     for info in plan.linears:
-        if choices[info.name] == PRUNED:
+        if choices[info.name] == REMOVED:
             continue
         name = info.name
         if isinstance(info, ExpertLinear) and info.layer.index in kept:

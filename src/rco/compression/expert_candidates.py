@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rco.compression.plan import PRUNED, CompressionPlan
+from rco.compression.plan import CompressionPlan
 from rco.formats import encode_all
 from rco.formats.base import EncodeSettings, Format, Stored
+from rco.formats.removed import REMOVED
 from rco.formats.stacks import stack_rows
 from rco.models.layout import LinearInfo
 from rco.models.moe.expert_statistics import ExpertHessians
@@ -122,14 +123,14 @@ def recorded(
     return 0.0 if info.projection == "up" else float(statistics(info.stored_in, label)[key][info.expert])
 
 
-def kept_experts(plan: CompressionPlan, choices: Mapping[str, int]) -> dict[int, list[int]]:
-    """Sparse layer -> the experts that stay, for the layers that lose some; ``choices`` are widths by linear."""
+def kept_experts(plan: CompressionPlan, choices: Mapping[str, Format]) -> dict[int, list[int]]:
+    """Sparse layer -> the experts that stay, for the layers that lose some; ``choices`` are options by linear."""
     kept: dict[int, list[int]] = {}
     pruned: set[int] = set()
     for info in plan.experts:
         if info.projection != "gate":
             continue
-        if choices[info.name] == PRUNED:
+        if choices[info.name] == REMOVED:
             pruned.add(info.layer.index)
         else:
             kept.setdefault(info.layer.index, []).append(info.expert)

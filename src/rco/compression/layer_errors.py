@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rco.compression.costs import EXPERT_ROLES
 from rco.compression.plan import CompressionPlan
 from rco.compression.switched_model import expert_options, option_list
-from rco.formats.base import Stored
+from rco.formats.base import Format, Stored
 from rco.formats.streaming import OptionStream
 from rco.models.moe.expert_statistics import SharedOptions, layer_output_errors
 from rco.models.moe.layers import MoELayer
@@ -41,17 +41,17 @@ def layer_errors(
     Raises:
         ValueError: They are not.
     """
-    others = [g for g in plan.groups if g.members[0].role not in EXPERT_ROLES and len(g.widths) > 1]
+    others = [g for g in plan.groups if g.members[0].role not in EXPERT_ROLES and len(g.options) > 1]
     if others and experts_only:
         locks = " ".join(f"`lock='{role}=16'`" for role in sorted({g.members[0].role for g in others}))
         raise ValueError(
             f"Layer-output sensitivities are those of experts; {len(others)} other groups, such as "
             f"{others[0].name}, have a choice: lock them ({locks})."
         )
-    options, rows = expert_options(plan, packed, plan.widths, stream=stream)
-    shared, shared_rows = _shared_options(plan, sparse_layers(model), packed, plan.widths)
+    options, rows = expert_options(plan, packed, plan.options, stream=stream)
+    shared, shared_rows = _shared_options(plan, sparse_layers(model), packed, plan.options)
     found, found_shared = layer_output_errors(model, options, batches, shared)
-    table = torch.zeros(len(plan.groups), len(plan.widths), dtype=torch.float64)
+    table = torch.zeros(len(plan.groups), len(plan.options), dtype=torch.float64)
     for layer, squares in found.items():
         places = torch.from_numpy(rows[layer]).reshape(-1)
         table.index_add_(0, places, squares.sqrt().flatten(0, 1))
@@ -65,7 +65,7 @@ def _shared_options(
     plan: CompressionPlan,
     layers: Sequence[MoELayer],
     packed: Mapping[str, Mapping[str, Stored]],
-    columns: Sequence[int],
+    columns: Sequence[Format],
 ) -> tuple[dict[int, SharedOptions], dict[int, dict[str, int]]]:
     """The shared experts that have a choice, by sparse layer, and the row of the gates of each of their linears."""
     by_block = {layer.decoder_index: layer for layer in layers if layer.shared is not None}
@@ -75,7 +75,7 @@ def _shared_options(
         for info in group.members:
             if info.role == "shared_expert" and group.switched and info.block in by_block:
                 index, name = by_block[info.block].index, info.name.rpartition(".")[2]
-                linears.setdefault(index, {})[name] = option_list(packed[info.name], columns)
+                linears.setdefault(index, {})[name] = option_list(plan, packed[info.name], columns)
                 rows.setdefault(index, {})[name] = row
     found = {
         layer.index: SharedOptions(layer, linears[layer.index])

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rco.compression.accounting import stored_bits
-from rco.compression.plan import PRUNED, CompressionPlan
+from rco.compression.plan import CompressionPlan
+from rco.formats.removed import REMOVED
 from rco.formats.streaming import STREAM_SLOTS
 from rco.losses import LOGITS_BYTES, chunk_length
 from rco.models.capture import block_kinds, lone_block
@@ -166,7 +167,7 @@ def search_memory(
     parameters = sum(p.numel() for p in loaded.model.parameters())
     own = sum(info.parameters for info in plan.packed_alone if info.role != "head")
     per_linear = {
-        info.name: sum(stored_bits(info, plan.scheme(info, w)) for w in plan.packed_widths) // 8
+        info.name: sum(stored_bits(info, plan.format_of(info, option)) for option in plan.packed) // 8
         for info in plan.linears
     }
     candidates = sum(per_linear.values())
@@ -186,7 +187,7 @@ def search_memory(
             continue
         numbers = sum(info.parameters for info in members)
         stack = max(stack, numbers * width)
-        held = numbers + _layer_backward(first.layer, tokens, probed=PRUNED in plan.widths)
+        held = numbers + _layer_backward(first.layer, tokens, probed=REMOVED in plan.options)
         backward = max(backward, held * width)
     activations, workspace = _at_the_peak(loaded, tokens, width, saved, backward, checkpointing)
     counted = SearchMemory(

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rco.compression.candidates import option_label
 from rco.compression.expert_candidates import packed_candidate, recorded
-from rco.compression.plan import LEAVE_ALONE, PRUNED, CompressionPlan
-from rco.formats.base import Stored
+from rco.compression.plan import CompressionPlan
+from rco.formats.base import Format, Stored
+from rco.formats.original import ORIGINAL
+from rco.formats.removed import REMOVED
 from rco.models.layout import LinearInfo
 from rco.store import CandidateStore
 
@@ -23,13 +24,13 @@ def recorded_errors(plan: CompressionPlan, store: CandidateStore, name: str) -> 
     The original weights have none, a pruned expert has all there is: 1.
     """
 
-    def error(info: LinearInfo, width: int) -> float:
-        if width in (LEAVE_ALONE, PRUNED):
-            return float(width == PRUNED)
-        return recorded(store.statistics, info, option_label(width), name)
+    def error(info: LinearInfo, option: Format) -> float:
+        if option in (ORIGINAL, REMOVED):
+            return float(option == REMOVED)
+        return recorded(store.statistics, info, plan.label(option), name)
 
     rows = [
-        [sum(error(member, width) for member in group.members) for width in plan.widths]
+        [sum(error(member, option) for member in group.members) for option in plan.options]
         for group in plan.groups
     ]
     return torch.tensor(rows, dtype=torch.float64)
@@ -43,14 +44,14 @@ def weight_errors(
 
     Computed on a device, wherever weights and options are at the moment.
     """
-    errors = torch.zeros(len(plan.groups), len(plan.widths), dtype=torch.float64)
+    errors = torch.zeros(len(plan.groups), len(plan.options), dtype=torch.float64)
     for row, group in enumerate(plan.groups):
         whole = 0.0
         for member in group.members:
-            weight = _option_weight(packed, member, LEAVE_ALONE, device)
+            weight = _option_weight(plan, packed, member, ORIGINAL, device)
             whole += float(weight.double().square().sum())
-            for column, width in enumerate(plan.widths):
-                option = _option_weight(packed, member, width, device)
+            for column, choice in enumerate(plan.options):
+                option = _option_weight(plan, packed, member, choice, device)
                 errors[row, column] += float((option - weight).double().square().sum())
         errors[row] /= whole or 1.0
     return errors
@@ -64,22 +65,26 @@ def weight_distances(
 
     Summed over a group's members; zero for options that a group does not have.
     """
-    distances = torch.zeros(len(plan.groups), len(plan.widths), dtype=torch.float64)
+    distances = torch.zeros(len(plan.groups), len(plan.options), dtype=torch.float64)
     for row, group in enumerate(plan.groups):
         for member in group.members:
-            widest = _option_weight(packed, member, max(group.widths), device)
-            for column, width in enumerate(plan.widths):
-                if width in group.widths:
-                    option = _option_weight(packed, member, width, device)
+            widest = _option_weight(plan, packed, member, group.options[-1], device)
+            for column, choice in enumerate(plan.options):
+                if choice in group.options:
+                    option = _option_weight(plan, packed, member, choice, device)
                     distances[row, column] += float((option - widest).double().square().mean())
     return distances
 
 
 def _option_weight(
-    packed: Mapping[str, Mapping[str, Stored]], member: LinearInfo, width: int, device: torch.device
+    plan: CompressionPlan,
+    packed: Mapping[str, Mapping[str, Stored]],
+    member: LinearInfo,
+    option: Format,
+    device: torch.device,
 ) -> Tensor:
     """The weights that a linear computes with under one option, in float32."""
-    if width not in (LEAVE_ALONE, PRUNED):
-        return packed_candidate(packed, member, option_label(width)).to(device).dequantize(torch.float32)
+    if option not in (ORIGINAL, REMOVED):
+        return packed_candidate(packed, member, plan.label(option)).to(device).dequantize(torch.float32)
     weight = member.weight.detach().to(device).float()
-    return torch.zeros_like(weight) if width == PRUNED else weight
+    return torch.zeros_like(weight) if option == REMOVED else weight

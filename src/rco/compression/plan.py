@@ -1,6 +1,6 @@
 """Groups of linears and the options that each group may take.
 
-An option is a width in bits: 2 to 8 for packed weights, 16 for the original ones, 0 for an expert that is removed.
+An option is a format: one that packs the weights, the original one, or none at all for an expert that is removed.
 Locks, skips, ties and the rules of a serving engine all become part of the problem here, before any work, so that
 the engine loads whatever a search returns.
 """
@@ -8,7 +8,7 @@ the engine loads whatever a search returns.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -21,13 +21,12 @@ from rco.compression.gguf_types import GGUF_WIDTHS
 from rco.formats.base import Format
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
+from rco.formats.removed import REMOVED
 from rco.models.layout import Layout, LinearInfo
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import EXPERT_ROLE, ExpertLinear
 
 __all__ = [
-    "LEAVE_ALONE",
-    "PRUNED",
     "CompressionPlan",
     "ExpertGroups",
     "Group",
@@ -35,20 +34,22 @@ __all__ = [
     "make_removal_plan",
 ]
 
-LEAVE_ALONE = 16
-PRUNED = 0  # bits of an expert that is taken out, the router choosing among the others
-
-_REMOVAL_LOCKS = {"keep": LEAVE_ALONE, "prune": PRUNED}
+_REMOVAL_LOCKS: dict[str, Format] = {"keep": ORIGINAL, "prune": REMOVED}
 ROLES = ("attention", "mlp", EXPERT_ROLE, "shared_expert", "head")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Linears that get one width together."""
+    """Linears that are stored alike."""
 
     name: str
     members: tuple[LinearInfo, ...]
-    widths: tuple[int, ...]  # allowed
+    options: tuple[Format, ...]  # allowed
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Nominal bits of the allowed options."""
+        return tuple(option.bits for option in self.options)
 
     @property
     def block(self) -> int | None:
@@ -64,32 +65,46 @@ class Group:
     @property
     def switched(self) -> bool:
         """Whether it has packed options; others can only be left alone."""
-        return self.widths != (LEAVE_ALONE,)
+        return self.options != (ORIGINAL,)
 
 
 @dataclass(frozen=True)
 class CompressionPlan:
-    """Groups, the widths on offer and the grid they use.
+    """Groups and the options on offer, one per column of the gates.
 
-    A plan for GGUF files has no one grid: there ``group_size`` and ``symmetric`` say nothing, :meth:`scheme` does.
+    For GGUF files an option stands for a width; :meth:`format_of` gives the format that it means for a linear.
     """
 
     groups: tuple[Group, ...]
     linears: tuple[LinearInfo, ...]  # of all groups, in the order of the model, whatever is tied
-    widths: tuple[int, ...]
+    options: tuple[Format, ...]
     group_size: int | None
     symmetric: bool
     engine: Engine
     skipped: tuple[str, ...] = field(default=())  # linears left alone and outside the budget
     gguf: GGUFFile | None = None
 
-    def scheme(self, info: LinearInfo, width: int) -> Format:
-        """How a linear is stored at a width that is not that of pruning."""
-        if width == LEAVE_ALONE:
-            return ORIGINAL
-        if self.gguf is not None:
-            return self.gguf.scheme_of(info, width)
-        return IntegerGrid(width, self.group_size, self.symmetric)
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Nominal bits of the options."""
+        return tuple(option.bits for option in self.options)
+
+    def format_of(self, info: LinearInfo, option: Format) -> Format:
+        """How a linear is stored under an option."""
+        if self.gguf is not None and option not in (ORIGINAL, REMOVED):
+            return self.gguf.scheme_of(info, option.bits)
+        return option
+
+    def label(self, option: Format) -> str:
+        """Name of an option within the plan: its bits where they tell it from the others."""
+        if self.removes_only:
+            return "prune" if option == REMOVED else "keep"
+        return str(option.bits) if self.widths.count(option.bits) == 1 else option.name
+
+    @property
+    def allowed(self) -> np.ndarray:
+        """(N, K) options that each group may take."""
+        return np.array([[option in group.options for option in self.options] for group in self.groups])
 
     @property
     def block_types(self) -> list[str]:
@@ -104,14 +119,12 @@ class CompressionPlan:
     @property
     def removes_only(self) -> bool:
         """Whether experts are kept or removed, and nothing is quantized."""
-        return not self.packed_widths
+        return not self.packed
 
     @property
     def labels(self) -> tuple[str, ...]:
         """Names of the options, one per column of the gates."""
-        if self.removes_only:
-            return tuple("prune" if width == PRUNED else "keep" for width in self.widths)
-        return tuple(str(width) for width in self.widths)
+        return tuple(self.label(option) for option in self.options)
 
     @property
     def sparse_layers(self) -> list[MoELayer]:
@@ -130,9 +143,9 @@ class CompressionPlan:
         return np.array(layers, dtype=np.int64)
 
     @property
-    def packed_widths(self) -> tuple[int, ...]:
-        """The widths that need candidates: all but the original weight and none at all."""
-        return tuple(width for width in self.widths if width not in (LEAVE_ALONE, PRUNED))
+    def packed(self) -> tuple[Format, ...]:
+        """The options that need candidates: all but the original weight and none at all."""
+        return tuple(option for option in self.options if option not in (ORIGINAL, REMOVED))
 
     @property
     def packed_alone(self) -> tuple[LinearInfo, ...]:
@@ -143,14 +156,14 @@ class CompressionPlan:
         read = {
             member.layer.index
             for group in self.groups
-            if LEAVE_ALONE in group.widths or PRUNED in group.widths
+            if ORIGINAL in group.options or REMOVED in group.options
             for member in group.members
             if isinstance(member, ExpertLinear)
         }
         return tuple(
             member
             for group in self.groups
-            if LEAVE_ALONE not in group.widths
+            if ORIGINAL not in group.options
             for member in group.members
             if not (isinstance(member, ExpertLinear) and member.layer.index in read)
         )
@@ -182,6 +195,7 @@ def make_plan(
     linears: Sequence[LinearInfo],
     *,
     widths: Sequence[int] | None = None,
+    formats: Sequence[Format] = (),
     group_size: int | None = 128,
     symmetric: bool | None = None,
     serve: str = "any",
@@ -199,6 +213,7 @@ def make_plan(
         layout: Row of the architecture table.
         linears: All linears, the output layer last; it takes part only if a lock names it.
         widths: Bits on offer; 16 leaves a linear as it is. None: all that the engine takes.
+        formats: Further formats on offer; for ``serve="any"``.
         group_size: Columns that share a scale; None for one scale per row.
         symmetric: Grid without zero points; None: what the engine needs, asymmetric otherwise.
         serve: Name of an engine, whose rules become constraints.
@@ -217,6 +232,8 @@ def make_plan(
         raise ValueError(f"`serve='{serve}'` {'needs' if engine.gguf else 'has no use for'} a GGUF file.")
     if engine.gguf and symmetric is not None:
         raise ValueError(f"`serve='{serve}'`: each block type has its own grid; leave out `symmetric`.")
+    if formats and engine.name != "any":
+        raise ValueError(f"`serve='{serve}'` takes none of the formats {', '.join(f.name for f in formats)}.")
     widths = tuple(sorted(set(engine.widths if widths is None else widths)))
     sparse = any(info.role == EXPERT_ROLE for info in linears)
     experts = _expert_groups(engine, experts, sparse=sparse, allow_prune=allow_prune)
@@ -228,10 +245,17 @@ def make_plan(
         for info in linears
         if info.role == EXPERT_ROLE
         and info.name not in skipped_names
-        and locked.get(info.name) != LEAVE_ALONE
+        and locked.get(info.name) != ORIGINAL.bits
     ]
     symmetric = _grid(engine, widths, symmetric, sparse=bool(packed_experts))
-    _check_widths(engine, widths, symmetric, group_size)
+    _check_widths(engine, widths, symmetric, group_size, formats)
+
+    def option(width: int) -> Format:
+        if width in (ORIGINAL.bits, REMOVED.bits):
+            return ORIGINAL if width == ORIGINAL.bits else REMOVED
+        return IntegerGrid(width, group_size, symmetric)
+
+    offered = {*map(option, widths), *formats}
     _check_expert_rows(engine, packed_experts, group_size)
 
     chosen: list[LinearInfo] = []
@@ -273,15 +297,20 @@ def make_plan(
                 "lock them alike or drop the tie."
             )
         prunable = allow_prune and all(_prunable(member, protected) for member in members)
-        offered = (PRUNED, *widths) if prunable else widths
-        fitting = _fitting(members, tuple(allowed) or offered, gguf)
-        if engine.experts in ("layer", "model") and fitting != (LEAVE_ALONE,):
+        open_to = {REMOVED, *offered} if prunable else offered
+        fitting = _fitting(members, _ordered(set(map(option, allowed)) or open_to), gguf)
+        if engine.experts in ("layer", "model") and fitting != (ORIGINAL,):
             _check_separable(engine, members)
         groups.append(Group(cluster_name(members), tuple(members), fitting))
-    every = tuple(sorted({width for group in groups for width in group.widths} | set(widths)))
+    every = _ordered({*offered, *(each for group in groups for each in group.options)})
     return CompressionPlan(
         tuple(groups), tuple(chosen), every, group_size, symmetric, engine, tuple(skipped), gguf
     )
+
+
+def _ordered(options: Iterable[Format]) -> tuple[Format, ...]:
+    """Options by their bits, then by their names."""
+    return tuple(sorted(options, key=lambda option: (option.bits, option.name)))
 
 
 def make_removal_plan(linears: Sequence[LinearInfo], locks: Sequence[str] = ()) -> CompressionPlan:
@@ -297,7 +326,7 @@ def make_removal_plan(linears: Sequence[LinearInfo], locks: Sequence[str] = ()) 
         if isinstance(info, ExpertLinear):
             experts.setdefault((info.layer.index, info.expert), []).append(info)
     names = [cluster_name(members) for members in experts.values()]
-    widths: list[tuple[int, ...]] = [(PRUNED, LEAVE_ALONE)] * len(names)
+    options: list[tuple[Format, ...]] = [(REMOVED, ORIGINAL)] * len(names)
     for lock in locks:
         pattern, _, wanted = lock.rpartition("=")
         if not pattern or wanted not in _REMOVAL_LOCKS:
@@ -312,29 +341,31 @@ def make_removal_plan(linears: Sequence[LinearInfo], locks: Sequence[str] = ()) 
                 f"`lock={lock!r}` matches no expert; experts are named {names[0]} to {names[-1]}."
             )
         for index in matched:
-            widths[index] = (_REMOVAL_LOCKS[wanted],)
+            options[index] = (_REMOVAL_LOCKS[wanted],)
     groups = [
         Group(name, tuple(members), allowed)
-        for name, members, allowed in zip(names, experts.values(), widths, strict=True)
+        for name, members, allowed in zip(names, experts.values(), options, strict=True)
     ]
     chosen = tuple(member for members in experts.values() for member in members)
     skipped = tuple(info.name for info in linears if not isinstance(info, ExpertLinear))
     return CompressionPlan(
-        tuple(groups), chosen, (PRUNED, LEAVE_ALONE), None, True, find_engine("any"), skipped
+        tuple(groups), chosen, (REMOVED, ORIGINAL), None, True, find_engine("any"), skipped
     )
 
 
-def _fitting(members: Sequence[LinearInfo], widths: Sequence[int], gguf: GGUFFile | None) -> tuple[int, ...]:
-    """The widths that a GGUF file has a type for, for every member."""
+def _fitting(
+    members: Sequence[LinearInfo], options: tuple[Format, ...], gguf: GGUFFile | None
+) -> tuple[Format, ...]:
+    """The options that a GGUF file has a type for, for every member."""
     if gguf is None:
-        return tuple(widths)
-    found = tuple(w for w in widths if all(gguf.type_of(member, w) is not None for member in members))
+        return options
+    found = tuple(o for o in options if all(gguf.type_of(member, o.bits) is not None for member in members))
     if not found:
         info = members[0]
         known = [str(w) for w in GGUF_WIDTHS if gguf.type_of(info, w) is not None] or ["no type under 16"]
         raise ValueError(
             f"{info.name} has rows of {info.in_features}, for which llama.cpp has {', '.join(known)} bits; offered "
-            f"are {', '.join(map(str, widths))}. Change `widths` (16 leaves a linear alone), or `skip` it."
+            f"are {', '.join(str(o.bits) for o in options)}. Change `widths` (16 leaves it alone), or `skip` it."
         )
     return found
 
@@ -409,7 +440,7 @@ def _expert_groups(
 
 
 def _grid(engine: Engine, widths: Sequence[int], symmetric: bool | None, *, sparse: bool) -> bool:
-    packed = [w for w in widths if w != LEAVE_ALONE]
+    packed = [w for w in widths if w != ORIGINAL.bits]
     only_symmetric = sparse and not engine.asymmetric_experts
     if symmetric is None:
         return only_symmetric or any(w not in engine.asymmetric_bits for w in packed)
@@ -420,9 +451,15 @@ def _grid(engine: Engine, widths: Sequence[int], symmetric: bool | None, *, spar
     return symmetric
 
 
-def _check_widths(engine: Engine, widths: Sequence[int], symmetric: bool, group_size: int | None) -> None:
-    packed = [w for w in widths if w != LEAVE_ALONE]
-    if not packed or len(widths) < 2:
+def _check_widths(
+    engine: Engine,
+    widths: Sequence[int],
+    symmetric: bool,
+    group_size: int | None,
+    formats: Sequence[Format],
+) -> None:
+    packed = [w for w in widths if w != ORIGINAL.bits]
+    if not (packed or formats) or len(widths) + len(formats) < 2:
         raise ValueError(f"`widths` needs at least two widths, one of them below 16, got {list(widths)}.")
     for width in packed:
         if not 2 <= width <= 8:
@@ -461,7 +498,7 @@ def _parse_locks(
         if not separator or not text.strip().isdigit():
             raise ValueError(f"`lock` is REGEX=WIDTH, e.g. 'lm_head=8', got {lock!r}.")
         width = int(text)
-        if width not in (*widths, LEAVE_ALONE):
+        if width not in (*widths, ORIGINAL.bits):
             raise ValueError(
                 f"`lock={lock!r}` asks for {width} bits; on offer are {list(widths)}, and 16 to leave alone."
             )

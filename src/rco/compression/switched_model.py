@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.compression.candidates import option_label
-from rco.compression.plan import LEAVE_ALONE, PRUNED, CompressionPlan
-from rco.formats.base import Stored
+from rco.compression.plan import CompressionPlan
+from rco.formats.base import Format, Stored
+from rco.formats.original import ORIGINAL
+from rco.formats.removed import REMOVED
 from rco.formats.streaming import OptionStream
 from rco.losses import Head
 from rco.models.loading import LoadedModel
@@ -158,15 +159,15 @@ def switched_model(
         original: The gates have one more column at the end, for the original weights, which every group may take.
         stream: Brings the candidates from host memory, where they then are.
     """
-    columns: list[int] = [*plan.widths, *([LEAVE_ALONE] if original else [])]
-    wanted = np.array([[w in group.widths for w in plan.widths] for group in plan.groups])
+    columns: list[Format] = [*plan.options, *([ORIGINAL] if original else [])]
+    wanted = plan.allowed
     if original:
         wanted = np.concatenate([wanted, np.ones((len(wanted), 1), dtype=bool)], axis=1)
     modules, rows = {}, {}
     for row, group in enumerate(plan.groups):
         for info in group.members:
             if group.switched and not isinstance(info, ExpertLinear):
-                options = _without_original(option_list(packed[info.name], columns), wanted[row])
+                options = _without_original(option_list(plan, packed[info.name], columns), wanted[row])
                 modules[info.name] = make_switchable(info.module, options, stream)
                 rows[info.name] = row
     experts, expert_rows = expert_options(plan, packed, columns, wanted=wanted, stream=stream)
@@ -175,7 +176,7 @@ def switched_model(
         linears = stack.enter_context(switchable_model(loaded.model, modules, stream=stream))
         handle = None
         if expert_rows:
-            removed = columns.index(PRUNED) if PRUNED in columns else None
+            removed = columns.index(REMOVED) if REMOVED in columns else None
             handle = stack.enter_context(
                 switchable_experts(loaded.model, experts, expert_rows, removed, wanted)
             )
@@ -195,7 +196,7 @@ def full_head(loaded: LoadedModel, plan: CompressionPlan) -> Head:
 def expert_options(
     plan: CompressionPlan,
     packed: Mapping[str, Mapping[str, Stored]],
-    columns: Sequence[int],
+    columns: Sequence[Format],
     *,
     wanted: np.ndarray | None = None,
     stream: OptionStream | None = None,
@@ -205,7 +206,7 @@ def expert_options(
     Args:
         plan: Groups and options.
         packed: Candidates as the store gives them.
-        columns: Width of every option.
+        columns: The option of every column of the gates.
         wanted: (N, K) options that a group may take; layers then do not refer to original weights that none of
             their experts may take. None: all may.
         stream: As for :func:`switched_model`.
@@ -226,13 +227,13 @@ def expert_options(
     options = {}
     for index, layer in layers.items():
         stacks = [
-            option_list(packed[f"{layer.experts_name}.{stack}"], columns)
+            option_list(plan, packed[f"{layer.experts_name}.{stack}"], columns)
             for stack in ("gate_up_proj", "down_proj")
         ]
         if wanted is not None:
             taken = wanted[np.unique(rows[index])].any(axis=0)
             stacks = [_without_original(stack, taken) for stack in stacks]
-        pruned = columns.index(PRUNED) if PRUNED in columns else None
+        pruned = columns.index(REMOVED) if REMOVED in columns else None
         options[index] = ExpertOptions(layer, *stacks, pruned=pruned, stream=stream)
     return options, rows
 
@@ -249,6 +250,8 @@ def _without_original(options: Sequence[Stored | None], wanted: np.ndarray) -> l
     ]
 
 
-def option_list(packed: Mapping[str, Stored], columns: Sequence[int]) -> list[Stored | None]:
+def option_list(
+    plan: CompressionPlan, packed: Mapping[str, Stored], columns: Sequence[Format]
+) -> list[Stored | None]:
     """One entry per column of the gates; None is the original weight, which also stands in for no weight at all."""
-    return [None if width in (LEAVE_ALONE, PRUNED) else packed[option_label(width)] for width in columns]
+    return [None if option in (ORIGINAL, REMOVED) else packed[plan.label(option)] for option in columns]

@@ -15,13 +15,14 @@ from rco import registry
 from rco.compression.budget import Budget
 from rco.compression.engines import Engine
 from rco.compression.gguf_file import ALIGNMENT
-from rco.compression.plan import PRUNED, CompressionPlan
+from rco.compression.plan import CompressionPlan
 from rco.core.problem import Allocation
 from rco.evaluation.size import average_bits, checkpoint_size, read_headers
 from rco.export.engine_checks import validate_for_engine
 from rco.export.recipes import Choice, RecipeExporter
 from rco.formats.base import Format, Stored
 from rco.formats.original import ORIGINAL
+from rco.formats.removed import REMOVED
 from rco.models.gguf_names import gguf_names
 from rco.models.loading import LoadedModel, load_model
 from rco.models.moe.layers import moe_layers, stored_names
@@ -85,7 +86,7 @@ def _export_quantized(
     overwrite: bool,
     deployed: Deployed | None,
 ) -> dict[str, Any]:
-    pruned = PRUNED in planned.compression.choice_of(allocation).values()
+    pruned = REMOVED in planned.compression.choice_of(allocation).values()
     exporter = check_format(format, planned.compression.plan.engine, pruned=pruned)
     source, weights = deployed or planned.compression.deployed(allocation)
     if format != "compressed-tensors":
@@ -155,11 +156,11 @@ def check_recipe(exporter: Any, loaded: LoadedModel, plan: CompressionPlan) -> N
         return
     linears = {info.name: info for info in model_linears(loaded.layout, loaded.model, include_head=True)}
     # Neighbouring groups at different widths, and every group at each of its own.
-    for turn in range(max(len(group.widths) for group in plan.groups)):
+    for turn in range(max(len(group.options) for group in plan.groups)):
         schemes: dict[str, Format] = dict.fromkeys(linears, ORIGINAL)
         for number, group in enumerate(plan.groups):
-            width = group.widths[(number + turn) % len(group.widths)]
-            schemes |= {member.name: plan.scheme(member, width) for member in group.members}
+            option = group.options[(number + turn) % len(group.options)]
+            schemes |= {member.name: plan.format_of(member, option) for member in group.members}
         choice = Choice(loaded, linears, schemes)
         if choice.quantized:
             exporter.recipe(choice)

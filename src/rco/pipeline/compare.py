@@ -312,7 +312,7 @@ class WidthContest(Contest):
         layers = bool(compression.plan.experts) and (entrant.prior or mxmoe)
         # A forward and a backward; the full model once, and its experts at every width.
         backwards = 1 if fisher else 0
-        forwards = backwards + (1 + len(compression.plan.widths) if layers else 0)
+        forwards = backwards + (1 + len(compression.plan.options) if layers else 0)
         if not forwards:
             return _Prepared()
         most = len(text) if entrant.measures_fisher else config.sensitivity

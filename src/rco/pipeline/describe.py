@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from rco.compression.candidates import option_label
 from rco.compression.compression import Compression
 from rco.core.problem import Allocation
 from rco.core.result import SearchResult
@@ -137,7 +136,7 @@ def _expert_widths(compression: Compression, allocation: Allocation) -> dict[str
                 "frequency": [seen / max(visits.tokens, 1) for seen in visits.experts[info.layer.index]],
             },
         )
-        layer["widths"][info.expert][("gate", "up", "down").index(info.projection)] = choices[info.name]
+        layer["widths"][info.expert][("gate", "up", "down").index(info.projection)] = choices[info.name].bits
     return {
         "expert_widths": {
             "layers": list(layers.values()),
@@ -153,7 +152,7 @@ def _fitted(compression: Compression) -> dict[str, Any]:
     assert store is not None
     if compression.settings.method != "gptq":  # plain rounding looks at no tokens
         return {"minimum_tokens": None, "topped_up": 0, "added_tokens": 0}
-    label = option_label(plan.packed_widths[0])
+    label = plan.label(plan.packed[0])
     tensors = dict.fromkeys(info.stored_in for info in plan.experts if info.projection == "down")
     visits, added = [], []
     for name in tensors:

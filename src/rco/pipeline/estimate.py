@@ -178,7 +178,7 @@ def _candidate_passes(compression: Compression, config: Any) -> float:
     plan, loaded = compression.plan, compression.loaded
     products = sum(
         2 * info.in_features**2 * config.length * config.sequences * _share(info) / 3
-        + len(plan.packed_widths) * info.out_features * info.in_features**2
+        + len(plan.packed) * info.out_features * info.in_features**2
         for info in plan.linears
     )
     head = loaded.layout.head(loaded.model).weight

@@ -278,7 +278,7 @@ def _check_export(config: CompressConfig, loaded: LoadedModel, plan: Compression
     if isinstance(config, QuantizeConfig):
         check_recipe(check_format(format, plan.engine, pruned=config.allow_prune), loaded, plan)
         if format == "compressed-tensors":
-            schemes = {i.name: [plan.scheme(i, width) for width in plan.packed_widths] for i in plan.linears}
+            schemes = {i.name: [plan.format_of(i, option) for option in plan.packed] for i in plan.linears}
             check_exportable(plan.linears, schemes)
 
 

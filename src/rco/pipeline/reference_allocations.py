@@ -36,10 +36,10 @@ def _width_references(compression: Compression, problem: AllocationProblem, resu
     plan, losses = compression.plan, compression.losses.numpy()
     listed: Named = [("full model", None)]
     # The groups that had a choice: locked ones are no part of a uniform width.
-    free = [(k, g) for k, g in zip(result.allocation, plan.groups, strict=True) if len(g.widths) > 1]
+    free = [(k, g) for k, g in zip(result.allocation, plan.groups, strict=True) if len(g.options) > 1]
     parameters = sum(group.parameters for _, group in free) or 1
     average = sum(plan.widths[k] * group.parameters for k, group in free) / parameters
-    packed = plan.packed_widths
+    packed = [option.bits for option in plan.packed]
     below = max((w for w in packed if w <= average), default=packed[0])
     above = min((w for w in packed if w > average), default=packed[-1])
     for width in dict.fromkeys((below, above)):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rco.compression.budget import Budget
-from rco.compression.candidates import candidate_name, option_label
+from rco.compression.candidates import candidate_name
 from rco.compression.compression import Compression, Residency
 from rco.compression.plan import make_plan, make_removal_plan
 from rco.core.evaluation import one_hot
@@ -144,9 +144,7 @@ def make_case(
         made: dict[str, dict[str, PackedWeight]] = {}
         for members in plan.fetched_together:
             options = {
-                name: {
-                    option_label(width): random_packed(rows, cols, width, group, device) for width in WIDTHS
-                }
+                name: {str(width): random_packed(rows, cols, width, group, device) for width in WIDTHS}
                 for name, (rows, cols) in stored_shapes(members).items()
             }
             made |= pinned_together(options) if backend.memory == "offload" else options
