@@ -27,8 +27,7 @@ def main():
     parser.add_argument("--out", type=Path, default=RESULTS / "gguf_candidates.json")
     arguments = parser.parse_args()
 
-    from rco.compression.gguf_file import GGUFFile
-    from rco.compression.gguf_types import GGUF_WIDTHS
+    from rco.compression.gguf import GGUF_WIDTHS, GGUFFile
     from rco.formats.rounding import round_to_nearest
     from rco.models.loading import load_model
     from rco.runs import environment, write_json_atomic

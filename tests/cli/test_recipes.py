@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from rco.cli import main
-from rco.compression.gguf_types import BLOCK_TYPES
+from rco.compression.gguf import BLOCK_TYPES
 from rco.export.llama_cpp import parse_tensor_types
 
 QUICK = [

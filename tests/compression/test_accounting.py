@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rco.compression.accounting import (
+from rco.compression.file_size import (
     FileLayout,
     TensorSpec,
     checkpoint_bytes,

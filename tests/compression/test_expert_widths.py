@@ -8,10 +8,9 @@ import torch
 
 import rco
 from rco.compression.budget import Budget
-from rco.compression.candidates import CandidateSettings
+from rco.compression.candidates import CandidateSettings, packed_candidate
 from rco.compression.compression import Compression
 from rco.compression.costs import Costs, Visits
-from rco.compression.expert_candidates import packed_candidate
 from rco.compression.plan import make_plan
 from rco.compression.second_order import steadied_losses
 from rco.core.problem import InfeasibleBudgetError

@@ -11,10 +11,11 @@ import rco
 from rco.compression.budget import Budget
 from rco.compression.candidates import CandidateSettings
 from rco.compression.compression import Compression
-from rco.compression.gguf_file import GGUFFile
+from rco.compression.gguf import GGUFFile
 from rco.compression.plan import make_plan
 from rco.export.llama_cpp import LlamaCppExporter
 from rco.formats.integer import PackedWeight
+from rco.formats.original import ORIGINAL
 from rco.models.layout import layout_for
 from rco.models.loading import wrap_model
 from rco.models.moe.linears import model_linears
@@ -49,7 +50,7 @@ def test_llamacpp_counts_sixteen_bits_for_what_it_stores_in_sixteen(tmp_path):
     backend = Compression(loaded, plan, tmp_path)
     bits, stored = backend.costs("bits"), backend.costs("bpw")
     for info in plan.linears:
-        assert bits.of(info, 16) == stored.of(info, 16) == 16 * info.parameters
+        assert bits.of(info, ORIGINAL) == stored.of(info, ORIGINAL) == 16 * info.parameters
 
 
 def test_llamacpp_budgets_count_blocks(tmp_path):

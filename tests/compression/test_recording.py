@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rco.compression.budget import Budget
 from rco.compression.compression import Compression
+from rco.compression.cuda_graphs import NumbersOnDevice, Recording
 from rco.compression.plan import make_plan
-from rco.compression.recording import NumbersOnDevice, Recording
 from rco.formats.integer import PackedWeight
 from rco.formats.switchable import LayerOptions
 from rco.testing.search_cases import WIDTHS, make_case, random_packed, sampled_gates
@@ -60,7 +60,7 @@ def decoder_by_place(options, dtype):
 def recorded(monkeypatch):
     """A machine that records: one GPU, graphs, and a kernel that decodes by a choice on the device."""
     monkeypatch.setattr(Recording, "possible", lambda model: True)
-    monkeypatch.setattr("rco.compression.recording.captured", RunAgain.captured)
+    monkeypatch.setattr("rco.compression.cuda_graphs.captured", RunAgain.captured)
     monkeypatch.setattr(LayerOptions, "chosen_decoder", decoder_by_place)
     RunAgain.made = 0
     return RunAgain
@@ -179,7 +179,7 @@ def test_what_cannot_be_recorded_is_said_and_launched_as_ever(recorded, monkeypa
     case = make_case("quick", CPU, length=16, group=32)
     (gates,) = sampled_gates(case, 1)
     wanted, _ = samples_of(case, [(gates, 0)], graphs=False)
-    monkeypatch.setattr("rco.compression.recording.captured", refuse)
+    monkeypatch.setattr("rco.compression.cuda_graphs.captured", refuse)
     with caplog.at_level(logging.WARNING):
         found, was_recorded = samples_of(case, [(gates, 0)], graphs=True)
     assert not was_recorded

@@ -6,7 +6,7 @@ import pytest
 import torch
 from expert_cases import experts_case
 
-from rco.compression.recording import Recording
+from rco.compression.cuda_graphs import Recording
 from rco.formats.streaming import OptionStream, pinned_together
 from rco.formats.switchable import LayerOptions
 from rco.models.moe.linears import stacked_parameters

@@ -104,7 +104,7 @@ def check_recording(model, job, monkeypatch, caplog):
     monkeypatch.setattr("rco.compression.compression.parked", lambda modules: nullcontext())
     monkeypatch.setattr(LayerOptions, "chosen_decoder", decoder_by_place)
     with pretend_gpu(monkeypatch) as gpu:
-        monkeypatch.setattr("rco.compression.recording.captured", gpu.captured)
+        monkeypatch.setattr("rco.compression.cuda_graphs.captured", gpu.captured)
         moved(case)
         with case.backend.objective(case.data) as objective:
             found = [objective.enqueue(*request)() for request in requests]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rco.compression.accounting import stored_bits, weight_bits
+from rco.compression.file_size import stored_bits, weight_bits
 from rco.data.calibration import CalibrationSet
 from rco.evaluation import (
     EvaluationError,

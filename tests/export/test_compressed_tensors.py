@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from rco.compression.accounting import (
+from rco.compression.file_size import (
     FileLayout,
     checkpoint_bytes,
     fixed_bytes,
@@ -366,7 +366,7 @@ def test_a_replacement_that_was_killed_midway_is_undone(tmp_path):
 
 
 def test_damage_is_noticed(tmp_path):
-    from rco.compression.accounting import TensorSpec
+    from rco.compression.file_size import TensorSpec
 
     specs = [TensorSpec("a", torch.int32, (4,)), TensorSpec("b", torch.int64, (2,))]
     values = {"a": torch.arange(4, dtype=torch.int32), "b": torch.arange(2)}

@@ -6,9 +6,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from rco.compression.accounting import distinct_state
-from rco.compression.gguf_file import GGUFFile
-from rco.compression.gguf_types import BLOCK_TYPES, GGUF_WIDTHS, block_type, written_type
+from rco.compression.file_size import distinct_state
+from rco.compression.gguf import BLOCK_TYPES, GGUF_WIDTHS, GGUFFile, block_type, written_type
 from rco.export import ExportError
 from rco.export.llama_cpp import LlamaCppExporter, parse_tensor_types, types_written
 from rco.formats.integer import IntegerGrid, PackedWeight

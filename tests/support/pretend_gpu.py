@@ -76,7 +76,7 @@ class PretendedGPU(TorchDispatchMode):
         self._capturing = False
 
     def captured(self, work, device):
-        """In place of :func:`rco.compression.recording.captured`: a graph that runs the work again."""
+        """In place of :func:`rco.compression.cuda_graphs.captured`: a graph that runs the work again."""
         work()
         outputs = self._capture(work)
         return PretendedGraph(lambda: self._capture(work), outputs), outputs

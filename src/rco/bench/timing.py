@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rco.compression.recording import captured
+from rco.compression.cuda_graphs import captured
 from rco.data.calibration import CalibrationSet
 from rco.models.loading import LoadedModel
 from rco.models.switchable_model import checkpointed_blocks

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from rco.compression.accounting import parse_size
+from rco.compression.file_size import parse_size
 from rco.core.exact import exact_number
 
 __all__ = ["Budget"]

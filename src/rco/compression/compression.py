@@ -28,10 +28,10 @@ from rco.compression.candidates import (
     candidate_name,
 )
 from rco.compression.costs import Costs, Count, Visits, routing_visits
+from rco.compression.cuda_graphs import Recording
 from rco.compression.deployment import chosen_weights, deploy, written_names
-from rco.compression.layer_errors import layer_errors
 from rco.compression.objective import LanguageModelObjective, LossKind, Reference
-from rco.compression.option_errors import recorded_errors, weight_distances, weight_errors
+from rco.compression.option_errors import layer_errors, recorded_errors, weight_distances, weight_errors
 from rco.compression.plan import CompressionPlan
 from rco.compression.priors import (
     logits_from_losses,
@@ -40,7 +40,6 @@ from rco.compression.priors import (
     logits_from_sensitivities,
     logits_from_weights,
 )
-from rco.compression.recording import Recording
 from rco.compression.second_order import SecondOrder, fisher_difference, second_order
 from rco.compression.switched_model import SwitchedModel, full_head, switched_model
 from rco.core.problem import Allocation, AllocationProblem

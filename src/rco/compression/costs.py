@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rco.compression.accounting import (
+from rco.compression.file_size import (
     FileLayout,
     distinct_state,
     fixed_bytes,

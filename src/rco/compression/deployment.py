@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from rco.compression.expert_candidates import kept_experts, packed_candidate
+from rco.compression.candidates import kept_experts, packed_candidate
 from rco.compression.plan import CompressionPlan
 from rco.formats.base import Format, Stored
 from rco.formats.original import ORIGINAL

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rco.compression.accounting import stored_bits
+from rco.compression.file_size import stored_bits
 from rco.compression.plan import CompressionPlan
 from rco.formats.removed import REMOVED
 from rco.formats.streaming import STREAM_SLOTS

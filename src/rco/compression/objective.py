@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from rco.compression.recording import Recording
+from rco.compression.cuda_graphs import Recording
 from rco.core.transfer import send
 from rco.data.calibration import CalibrationSet
 from rco.losses import Head, chunk_length, chunked_cross_entropy, chunked_kl

@@ -139,7 +139,7 @@ def steadied_losses(losses: Tensor, layer_errors: Tensor, alike: Sequence[object
 
     Args:
         losses: (N, K) from :func:`predicted_losses`.
-        layer_errors: (N, K) L2 norms, see :mod:`rco.compression.layer_errors`; zero where they are not known.
+        layer_errors: (N, K) L2 norms, see :mod:`rco.compression.option_errors`; zero where they are not known.
         alike: What a group shares a factor with, such as its layer and projection; None: it stays as it is.
     """
     squares, result = layer_errors.square(), losses.clone()

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rco.compression.accounting import allocation_tensors, distinct_state
+from rco.compression.file_size import allocation_tensors, distinct_state
 from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
 from rco.export.engine_checks import validate_for_engine
 from rco.export.expert_code import experts_per_layer, separate_experts_fields, write_expert_code

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rco.compression.accounting import TensorSpec, distinct_state
+from rco.compression.file_size import TensorSpec, distinct_state
 from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
 from rco.export.expert_code import experts_per_layer, write_pruned_code
 from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint

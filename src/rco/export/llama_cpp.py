@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from rco.compression.gguf_file import GGUFFile
-from rco.compression.gguf_types import BLOCK_TYPES, BlockType, written_type
+from rco.compression.gguf import BLOCK_TYPES, BlockType, GGUFFile, written_type
 from rco.export.base import ExportError
 from rco.export.recipes import Choice, Recipe, RecipeExporter
 from rco.formats.original import ORIGINAL

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rco.compression.accounting import DTYPE_NAMES, TensorSpec, plan_shards, safetensors_header
+from rco.compression.file_size import DTYPE_NAMES, TensorSpec, plan_shards, safetensors_header
 from rco.export.base import ExportError
 
 __all__ = ["expected_bytes", "verify_checkpoint", "write_checkpoint"]

@@ -15,7 +15,7 @@ from rco.compression.candidates import CandidateSettings
 from rco.compression.compression import Compression
 from rco.compression.costs import Visits, most_visited, routing_visits
 from rco.compression.engines import find_engine
-from rco.compression.gguf_file import GGUFFile
+from rco.compression.gguf import GGUFFile
 from rco.compression.plan import CompressionPlan, ExpertGroups, make_plan, make_removal_plan
 from rco.core.problem import AllocationProblem
 from rco.data.calibration import DataSplits, build_splits

@@ -1,0 +1,183 @@
+"""llama.cpp's block types as options, and exact bytes of an allocation in a GGUF file.
+
+A GGUF tensor is stored row by row in blocks. The K types hold 256 weights in a block, so a row must divide by 256;
+llama.cpp quietly writes another type where it does not. Plans never rely on that: rows of 256 choose among the K
+types, other rows of 32 among the plain ones, and any other row stays at 16 bits.
+
+Sizes are those of tensor data in whole blocks. The file has metadata on top (mostly the tokenizer's, the same for
+every allocation), which is made by llama.cpp's converter and not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from rco.compression.file_size import LinearLike, distinct_state
+from rco.formats.base import Format
+from rco.formats.integer import IntegerGrid
+from rco.formats.original import ORIGINAL
+from rco.models.gguf_names import GGUFTensor, gguf_names, gguf_tensors
+from rco.models.layout import Layout
+
+__all__ = ["ALIGNMENT", "BLOCK_TYPES", "GGUF_WIDTHS", "BlockType", "GGUFFile", "block_type", "written_type"]
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """One storage type of a GGUF file.
+
+    Attributes:
+        name: As llama.cpp's programs read and print it.
+        block: Weights per block.
+        block_bytes: Bytes per block: codes, scales and minima.
+        scheme: The grid that candidates for it are made with: the same codes, the same weights per scale. Scales
+            that the K types quantize once more inside a block of 256 stay exact in the candidates.
+    """
+
+    name: str
+    block: int
+    block_bytes: int
+    scheme: Format
+
+    @property
+    def bits_per_weight(self) -> Fraction:
+        """Everything a weight takes, scales included."""
+        return Fraction(8 * self.block_bytes, self.block)
+
+    def fits(self, columns: int) -> bool:
+        """Whether a row of that length is whole blocks."""
+        return columns % self.block == 0
+
+    def tensor_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a tensor's data."""
+        if not self.fits(columns):
+            raise ValueError(
+                f"{self.name} stores blocks of {self.block}, which do not divide a row of {columns}."
+            )
+        return rows * (columns // self.block) * self.block_bytes
+
+
+BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
+    {
+        kind.name: kind
+        for kind in (
+            BlockType("q2_k", 256, 84, IntegerGrid(2, 16, symmetric=False)),
+            BlockType("q3_k", 256, 110, IntegerGrid(3, 16, symmetric=True)),
+            BlockType("q4_k", 256, 144, IntegerGrid(4, 32, symmetric=False)),
+            BlockType("q5_k", 256, 176, IntegerGrid(5, 32, symmetric=False)),
+            BlockType("q6_k", 256, 210, IntegerGrid(6, 16, symmetric=True)),
+            BlockType("q4_0", 32, 18, IntegerGrid(4, 32, symmetric=True)),
+            BlockType("q5_0", 32, 22, IntegerGrid(5, 32, symmetric=True)),
+            BlockType("q5_1", 32, 24, IntegerGrid(5, 32, symmetric=False)),
+            BlockType("q8_0", 32, 34, IntegerGrid(8, 32, symmetric=True)),
+            BlockType("f16", 1, 2, ORIGINAL),
+            BlockType("bf16", 1, 2, ORIGINAL),
+            BlockType("f32", 1, 4, ORIGINAL),
+        )
+    }
+)
+_OF_256 = {2: "q2_k", 3: "q3_k", 4: "q4_k", 5: "q5_k", 6: "q6_k", 8: "q8_0"}
+_OF_32 = {4: "q4_0", 5: "q5_0", 8: "q8_0"}
+GGUF_WIDTHS = tuple(_OF_256)
+
+# What llama.cpp writes instead where a row is no multiple of 256, as of the release named in docs/engines.md.
+# Earlier ones give iq4_nl, of the same size, for q2_k and q3_k.
+_FALLBACK = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+
+
+def block_type(width: int, columns: int, dense: str = "f16") -> BlockType | None:
+    """The type that stands for a width on rows of that length; None where llama.cpp has none.
+
+    Args:
+        width: Bits of a code, 16 for a weight that is left alone.
+        columns: Length of a row in the file.
+        dense: Type of what is left alone, ``f16`` or ``bf16``.
+    """
+    if width == 16:
+        return BLOCK_TYPES[dense]
+    name = (_OF_32 if columns % 256 else _OF_256).get(width)
+    kind = BLOCK_TYPES[name] if name is not None else None
+    return kind if kind is not None and kind.fits(columns) else None
+
+
+def written_type(asked: str, columns: int) -> BlockType:
+    """The type that llama.cpp writes when a recipe asks for one: the same, or its fallback."""
+    kind = BLOCK_TYPES[asked]
+    if not kind.fits(columns):
+        kind = BLOCK_TYPES[_FALLBACK.get(asked, asked)]
+    return kind if kind.fits(columns) else BLOCK_TYPES["f16"]
+
+
+ALIGNMENT = 32  # every tensor begins at a multiple of it
+_PLAIN_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """The tensors that llama.cpp will hold of a model, and the types that its linears may take.
+
+    Attributes:
+        layout: Row of the architecture table.
+        tensors: Every tensor by its name in the file.
+        dense: Type of what is left alone.
+    """
+
+    layout: Layout
+    tensors: Mapping[str, GGUFTensor]
+    dense: str
+
+    @classmethod
+    def of(cls, layout: Layout, model: nn.Module) -> GGUFFile:
+        """The file of a model; what is left alone keeps 16 bits, as bfloat16 where the model has it."""
+        shapes = {name: tuple(value.shape) for name, value in distinct_state(model).items()}
+        config: Any = model.config
+        found = gguf_tensors(layout, config.get_text_config(), shapes)
+        types = {parameter.dtype for parameter in model.parameters()}
+        return cls(
+            layout, {tensor.name: tensor for tensor in found}, "bf16" if torch.bfloat16 in types else "f16"
+        )
+
+    def type_of(self, linear: LinearLike, width: int) -> BlockType | None:
+        """The type that a width means for a linear; None where llama.cpp has none that fits its rows.
+
+        A linear that the converter splits into several tensors takes a type that fits the rows of all of them.
+        """
+        names = gguf_names(self.layout, linear.name)
+        columns = gcd(*(self.tensors[name].columns for name in names if name in self.tensors))
+        return block_type(width, columns or linear.in_features, self.dense)
+
+    def scheme_of(self, linear: LinearLike, width: int) -> Format:
+        """The grid of the candidates for a width; where there is no type, one that nobody may choose."""
+        kind = self.type_of(linear, width)
+        return IntegerGrid(width, _PLAIN_BLOCK, symmetric=True) if kind is None else kind.scheme
+
+    def linear_bytes(self, linear: LinearLike, width: int) -> int:
+        """Bytes of a linear's weight at a width; where there is no type, as many as one would take."""
+        kind, weights = self.type_of(linear, width), linear.in_features * linear.out_features
+        if kind is None:
+            return weights * (2 * width + 1) // 16
+        return weights // kind.block * kind.block_bytes  # a block never crosses a row
+
+    def fixed_bytes(self, linears: Collection[LinearLike]) -> int:
+        """Bytes of all other tensors, and the most that gaps between tensors can take."""
+        everything = sum(self.tensor_bytes({}).values())
+        searched = sum(self.linear_bytes(linear, 16) for linear in linears)
+        return everything - searched + (ALIGNMENT - 1) * len(self.tensors)
+
+    def tensor_bytes(self, types: Mapping[str, BlockType]) -> dict[str, int]:
+        """Data bytes of every tensor when some have these types and the others are left alone."""
+        return {
+            name: self._type(tensor, types).tensor_bytes(tensor.rows, tensor.columns)
+            for name, tensor in self.tensors.items()
+        }
+
+    def _type(self, tensor: GGUFTensor, types: Mapping[str, BlockType]) -> BlockType:
+        return BLOCK_TYPES["f32"] if tensor.float32 else types.get(tensor.name, BLOCK_TYPES[self.dense])
