@@ -1,4 +1,4 @@
-"""Errors of options, known without a search: of weights, of a linear's outputs, of the output of an expert layer."""
+"""Errors of options, known without a search: of weights, of outputs of linears and of expert layers."""
 
 from __future__ import annotations
 
