@@ -1,4 +1,4 @@
-"""What every format shares: the summary it returns, and a folder that appears whole or not at all."""
+"""The interface of exporters, the summary that they return, and a folder that appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ class ExportSummary:
         tensors: Data bytes of every tensor; of a recipe, those that the tool will write, where that is known.
         total_bytes: Size of all safetensors files, headers included; of a recipe, of the tensors alone.
         usage: How to go on from a recipe.
+        shape: Of a pruned mixture of experts: ``stock``, ``per_layer`` or ``padded``.
+        reason: Why that is not a stock checkpoint; None where it is.
     """
 
     format: str
@@ -55,21 +57,25 @@ class ExportSummary:
     tensors: dict[str, int]
     total_bytes: int
     usage: str = ""
+    shape: str | None = None
+    reason: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The summary as plain data, without what is not known."""
         described: dict[str, Any] = {"format": self.format, "path": str(self.path), "files": self.files}
         if self.tensors:
             described |= {"tensors": self.tensors, "total_bytes": self.total_bytes}
+        if self.shape is not None:
+            described |= {"shape": self.shape, "reason": self.reason}
         return described | ({"usage": self.usage} if self.usage else {})
 
 
 class Exporter(Protocol):
-    """Writes a model whose linears have been given packed weights.
+    """Writes a compressed model; :func:`rco.testing.check_exporter` checks one.
 
     Attributes:
         name: What the user types.
-        kind: Name of the backend whose allocations it can write.
+        kind: Kind of compression that it can write: ``quantization`` or ``expert-pruning``.
     """
 
     name: ClassVar[str]
@@ -85,7 +91,19 @@ class Exporter(Protocol):
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
     ) -> ExportSummary:
-        """Write the checkpoint into the folder ``out``."""
+        """Write a checkpoint or a recipe.
+
+        Args:
+            source: The model to write: without its pruned experts, with its original weights.
+            weights: Packed weights of some linears, which take the place of the original ones.
+            out: The folder, which appears whole or not at all.
+            dtype: Type of the unquantized tensors; None: their own.
+            max_shard_size: Largest safetensors file.
+            overwrite: Replace a folder that is not empty.
+
+        Raises:
+            ExportError: The format cannot hold the model, or the folder cannot be written.
+        """
         ...
 
 

@@ -13,17 +13,19 @@ Three shapes, from the most to the least portable:
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from rco.export.base import atomic_folder
+from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source
 from rco.export.expert_code import experts_per_layer, stock_class, write_pruned_code
+from rco.formats.base import Stored
 from rco.models.loading import LoadedModel, without_progress_bars
 from rco.models.moe.expert_removal import keep_plan, pad_experts, prune_experts
 from rco.models.moe.layers import moe_layers
@@ -118,22 +120,57 @@ class PrunedExporter:
 
     def export(
         self,
-        source: LoadedModel,
-        keep: Tensor | Sequence[Tensor],
-        out: Path,
+        source: LoadedModel | str | Path,
+        weights: Mapping[str, Stored],
+        out: str | Path,
         *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
         overwrite: bool = False,
         numbers: Sequence[Sequence[int]] | None = None,
-    ) -> PrunedExport:
-        """As :func:`export_pruned`, tokenizer included."""
-        return export_pruned(
-            source.model,
+    ) -> ExportSummary:
+        """Write a model that has lost its pruned experts already; see :class:`rco.export.base.Exporter`.
+
+        Args:
+            source: The model without its pruned experts.
+            weights: Must be empty: nothing is quantized.
+            out: The folder.
+            dtype: Must be None: weights keep their type.
+            max_shard_size: Largest safetensors file.
+            overwrite: Replace a folder that is not empty.
+            numbers: For each sparse layer, the numbers that its experts had in the full model.
+        """
+        if weights or dtype is not None:
+            raise ExportError(
+                f"The format {self.name!r} holds unquantized weights in their own type; take compressed-tensors "
+                "or dense."
+            )
+        loaded = resolve_source(source)
+        keep = torch.ones(sum(layer.num_experts for layer in moe_layers(loaded.model)))
+        written = export_pruned(
+            loaded.model,
             keep,
             out,
             padded=self.padded,
-            tokenizer=source.tokenizer,
+            tokenizer=loaded.tokenizer,
+            max_shard_size=max_shard_size,
             overwrite=overwrite,
             numbers=numbers,
+        )
+        files = {file.name: file.stat().st_size for file in sorted(written.path.iterdir())}
+        tensors: dict[str, int] = {}
+        for shard in sorted(written.path.glob("*.safetensors")):
+            with safe_open(shard, "pt") as file:
+                tensors |= {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118
+        total = sum(size for name, size in files.items() if name.endswith(".safetensors"))
+        return ExportSummary(
+            f"pruned, {written.shape.replace('_', ' ')}",
+            written.path,
+            files,
+            tensors,
+            total,
+            shape=written.shape,
+            reason=written.reason,
         )
 
 

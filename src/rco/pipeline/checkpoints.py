@@ -17,7 +17,7 @@ from rco.compression.engines import Engine
 from rco.compression.gguf import ALIGNMENT
 from rco.compression.plan import CompressionPlan
 from rco.core.problem import Allocation
-from rco.evaluation.size import average_bits, checkpoint_size, read_headers
+from rco.evaluation.size import average_bits, checkpoint_size
 from rco.export.engine_checks import validate_for_engine
 from rco.export.recipes import Choice, RecipeExporter
 from rco.formats.base import Format, Stored
@@ -239,30 +239,13 @@ def _export_pruning(
     ``pruned`` is the model without its pruned experts, where the full one is not to be read.
     """
     exporter = make_exporter(format, planned.compression.kind)
-    keep = planned.compression.keep_of(allocation)
-    if pruned is None:
-        written = exporter.export(planned.loaded, keep, out, overwrite=overwrite)
-    else:
-        written = exporter.export(
-            pruned,
-            torch.ones(int(keep.sum())),
-            out,
-            overwrite=overwrite,
-            numbers=planned.compression.kept(allocation),
-        )
-    size = checkpoint_size(out)
+    source = planned.compression.deployed(allocation)[0] if pruned is None else pruned
+    kept = planned.compression.kept(allocation)
+    summary = exporter.export(source, {}, out, overwrite=overwrite, numbers=kept)
     return {
-        "export": {
-            "format": f"pruned, {written.shape.replace('_', ' ')}",
-            "shape": written.shape,
-            "reason": written.reason,
-            "path": str(out),
-            "files": size["files"],
-            "tensors": {name: entry.nbytes for name, entry in read_headers(out).items()},
-            "total_bytes": size["bytes"],
-        },
+        "export": summary.to_json(),
         "certificate": _certify_experts(
-            planned, allocation, out, tokens, size["bytes"], pruned, padded=written.shape == "padded"
+            planned, allocation, out, tokens, summary.total_bytes, pruned, padded=summary.shape == "padded"
         ),
     }
 

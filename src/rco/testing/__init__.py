@@ -1,6 +1,7 @@
 """Public contract checks and problems whose optimum is known, for tests here and in other people's packages."""
 
 from rco.testing.contracts import check_objective, check_searcher
+from rco.testing.exporter_checks import check_exporter
 from rco.testing.format_checks import check_format
 from rco.testing.problems import (
     NetworkObjective,
@@ -13,6 +14,7 @@ from rco.testing.problems import (
 __all__ = [
     "NetworkObjective",
     "QuadraticObjective",
+    "check_exporter",
     "check_format",
     "check_objective",
     "check_searcher",
