@@ -9,13 +9,14 @@ import pytest
 SCRIPT = """
 import sys
 import numpy as np
+import torch
 from rco.formats import integer_kernels_cpu as kernels
+from rco.formats.integer import pack
 
 def packed(bits):
     codes = np.random.default_rng(bits).integers(0, 1 << bits, size=(4, 32)).astype(np.uint8)
-    words = np.zeros((4, bits), dtype=np.int32)
-    kernels.pack_rows(codes, bits, words.view(np.uint8))
-    return codes, words.view(np.uint8)
+    words = pack(torch.from_numpy(codes), bits)
+    return codes, words.numpy().view(np.uint8)
 
 for name in sys.argv[1:]:
     # Widths of the scales in bytes; two are the patterns of bfloat16, whose gradients are float32.

@@ -34,12 +34,10 @@ __all__ = [
     "decode_compiled",
     "decode_float",
     "decode_float_at",
-    "dot_bfloat16",
     "dot_float",
     "joined_rows",
     "on_compiled_path",
     "over_rows",
-    "pack_rows",
     "products_compiled",
     "unpack_rows",
 ]
@@ -187,26 +185,6 @@ def _dot(gradient: Any, values: Any) -> float:
 
 
 @numba.njit(nogil=True, cache=True)
-def pack_rows(codes: Any, bits: int, stream: Any) -> None:
-    """Write codes (rows, cols) as bit streams over ``stream``, the uint8 view of zeroed words."""
-    whole = codes.shape[1] // 8
-    for row in range(codes.shape[0]):
-        for unit in range(whole):
-            part = codes[row, unit * 8 : unit * 8 + 8]
-            word = np.uint64(0)
-            for i in range(8):
-                word |= np.uint64(part[i]) << np.uint64(i * bits)
-            for byte in range(bits):
-                stream[row, unit * bits + byte] = np.uint8((word >> np.uint64(8 * byte)) & np.uint64(255))
-        rest = codes[row, whole * 8 :]
-        word = np.uint64(0)
-        for i in range(rest.shape[0]):
-            word |= np.uint64(rest[i]) << np.uint64(i * bits)
-        for byte in range((rest.shape[0] * bits + 7) // 8):
-            stream[row, whole * bits + byte] = np.uint8((word >> np.uint64(8 * byte)) & np.uint64(255))
-
-
-@numba.njit(nogil=True, cache=True)
 def unpack_rows(stream: Any, bits: int, codes: Any) -> None:
     """Spread packed rows (uint8 view of the words) over ``codes`` (rows, cols)."""
     for row in range(codes.shape[0]):
@@ -283,22 +261,6 @@ def dot_float(
         else:
             rounded = rounding == ROUND_BFLOAT16
             sums[row] = _dot_codes(gradient[row], codes, scales[row], zeros[row], group, rounded)
-
-
-@numba.njit(nogil=True, cache=True)
-def dot_bfloat16(
-    patterns: Any, codes: Any, scales: Any, zeros: Any, group: int, rounding: int, sums: Any
-) -> None:
-    """As :func:`dot_float` for a bfloat16 gradient given by its bit patterns (uint16)."""
-    cols = patterns.shape[1]
-    values = np.empty(cols, dtype=np.float32)
-    gradient = np.empty(cols, dtype=np.float32)
-    for row in range(patterns.shape[0]):
-        for j in range(cols):
-            pattern = np.uint32(np.uint32(patterns[row, j]) << np.uint32(16))
-            gradient[j] = pattern.view(np.float32)
-        _decode_row(codes[row], scales[row], zeros[row], group, rounding, values)
-        sums[row] = _dot(gradient, values)
 
 
 # ---------------------------------------------------------------------- packed weights in host memory
@@ -441,13 +403,12 @@ def decode_compiled(grid: CompiledOperands, out: Tensor) -> None:
 
 def products_compiled(gradient: Tensor, grids: Sequence[CompiledOperands | None], segments: int) -> Tensor:
     """(K, segments) ``<gradient, W_k>`` of a contiguous gradient (out, in); zero where there is no weight."""
-    narrow = gradient.dtype == torch.bfloat16
-    if gradient.dtype == torch.float16:
+    if gradient.dtype not in (torch.float32, torch.float64):
         gradient = gradient.to(torch.float32)
     together = joined_rows([each for each in grids if each is not None], gradient.shape[0] // segments)
     gradient = gradient.view(gradient.shape[0] // together, -1)
     rows, cols = gradient.shape
-    source = gradient.view(torch.uint16).numpy() if narrow else gradient.numpy()
+    source = gradient.numpy()
     sums = np.zeros((len(grids), rows))
     listed = [(sums[k], each.joined(together)) for k, each in enumerate(grids) if each is not None]
 
@@ -455,12 +416,10 @@ def products_compiled(gradient: Tensor, grids: Sequence[CompiledOperands | None]
         # All options of a range of rows in turn: that part of the gradient is read from memory once.
         part = source[a:b]
         for found, each in listed:
-            stream = each.stream[a:b]
-            grid = (each.scales[a:b], each.zeros[a:b], each.group_size, each.rounding, found[a:b])
-            if narrow:
-                dot_bfloat16(part, _codes_of(stream, each.bits, cols), *grid)
-            else:
-                dot_float(part, stream, each.bits, *grid)
+            dot_float(
+                part, each.stream[a:b], each.bits, each.scales[a:b], each.zeros[a:b], each.group_size,
+                each.rounding, found[a:b],
+            )  # fmt: skip
 
     if listed:
         over_rows(rows, cols * len(listed), task, row_bytes=cols * gradient.element_size())

@@ -7,7 +7,7 @@ other side by the sign of the scale), the squared error compared, and the best s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,6 +36,7 @@ _SMALLEST_SHRINK = {1: 0.2, 2: 0.3, 3: 0.4, 4: 0.5, 5: 0.6, 6: 0.7, 7: 0.8, 8: 0
 # more change nothing in the third digit once the scale is refined.
 _STEPS, _STEPS_SYMMETRIC, _REFINEMENTS = 8, 12, 5
 _CHUNK_ELEMENTS = 1 << 25
+_CHUNK_CODES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -192,48 +193,43 @@ def fit_span(
 
 def nearest_codes(weight: Tensor, scales: Tensor, zeros: Tensor, grid: IntegerGrid) -> Tensor:
     """The code nearest to every weight, uint8 (rows, in)."""
-    rows, cols = weight.shape
-    group = grid.columns_per_group(cols)
-    if not on_compiled_path(weight):
-        scale = scales.repeat_interleave(group, dim=1)[:, :cols]
-        zero = zeros.to(weight.dtype).repeat_interleave(group, dim=1)[:, :cols]
-        top = (1 << grid.bits) - 1
-        return (torch.round(torch.clamp(weight / scale, -zero, top - zero)) + zero).to(torch.uint8)
-    codes = torch.empty(rows, cols, dtype=torch.uint8)
-    arrays = [t.contiguous().numpy() for t in (weight, scales, zeros)]
-    target = codes.numpy()
-
-    def task(a: int, b: int) -> None:
-        source, scale, zero = (array[a:b] for array in arrays)
-        rounding_kernels_cpu.quantize_rows(source, scale, zero, group, grid.bits, target[a:b])
-
-    over_rows(rows, cols, task)
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    top, group = (1 << grid.bits) - 1, grid.columns_per_group(weight.shape[1])
+    for source, target, scale, zero in _by_group(group, weight, codes, scales, zeros):
+        zero = zero.to(weight.dtype)
+        target.copy_(torch.round(torch.clamp(source / scale, -zero, top - zero)).add_(zero))
     return codes
 
 
 def differences(
     weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, grid: IntegerGrid, settings: FitSettings
 ) -> tuple[Tensor, Tensor]:
-    """``weight - decoded`` and the squared lengths of its rows."""
-    rows, cols = weight.shape
-    group = grid.columns_per_group(cols)
-    if not on_compiled_path(weight):
-        steps = codes.to(weight.dtype) - zeros.to(weight.dtype).repeat_interleave(group, dim=1)[:, :cols]
-        decoded = steps * scales.repeat_interleave(group, dim=1)[:, :cols]
-        result = weight - decoded.to(settings.storage_dtype).to(weight.dtype)
-        return result, result.square().sum(dim=1)
-    result, sizes = torch.empty_like(weight), torch.empty(rows, dtype=torch.float64)
-    arrays = [t.contiguous().numpy() for t in (weight, codes, scales, zeros)]
-    target, size = result.numpy(), sizes.numpy()
+    """``weight - decoded`` and the squared lengths of its rows, in float64 where the device has it."""
+    result, group = torch.empty_like(weight), grid.columns_per_group(weight.shape[1])
+    for source, code, target, scale, zero in _by_group(group, weight, codes, result, scales, zeros):
+        decoded = (code.to(weight.dtype) - zero.to(weight.dtype)).mul_(scale)
+        torch.sub(source, decoded.to(settings.storage_dtype).to(weight.dtype), out=target)
+    exact = weight.dtype if weight.device.type == "mps" else torch.float64
+    return result, result.square().sum(dim=1, dtype=exact)
 
-    def task(a: int, b: int) -> None:
-        source, code, scale, zero = (array[a:b] for array in arrays)
-        rounding_kernels_cpu.differences(
-            source, code, scale, zero, group, settings.storage, target[a:b], size[a:b]
-        )
 
-    over_rows(rows, cols, task)
-    return result, sizes
+def _by_group(group: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Matrices (rows, in) and their last two, scales and zero points (rows, groups), as views that broadcast.
+
+    A chunk of rows at a time, all whole groups first, then a shorter last one.
+    """
+    *matrices, scales, zeros = tensors
+    rows, columns = matrices[0].shape
+    whole = columns // group
+    step = max(1, _CHUNK_CODES // max(1, columns))
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        if whole:
+            views = [each[part, : whole * group].view(-1, whole, group) for each in matrices]
+            yield (*views, scales[part, :whole, None], zeros[part, :whole, None])
+        if columns % group:
+            views = [each[part, whole * group :] for each in matrices]
+            yield (*views, scales[part, whole:], zeros[part, whole:])
 
 
 def assemble(

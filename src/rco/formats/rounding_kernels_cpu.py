@@ -1,4 +1,4 @@
-"""Compiled CPU loops that fit quantization grids and round to them.
+"""Compiled CPU loops that fit the ranges of integer grids.
 
 Arithmetic is in the type of the weights given, float32 or float64. Scales are rounded to the type they will be
 stored in before any code is computed from them, so that what is measured here is what a checkpoint decodes to.
@@ -21,10 +21,8 @@ __all__ = [
     "STORE_DOUBLE",
     "STORE_FLOAT",
     "STORE_HALF",
-    "differences",
     "fit_group",
     "fit_rows",
-    "quantize_rows",
     "round_to_storage",
 ]
 
@@ -172,21 +170,6 @@ def fit_rows(
             zeros[row, g] = np.uint8(zero)
 
 
-@numba.njit(nogil=True, cache=True)
-def quantize_rows(weight: Any, scales: Any, zeros: Any, group: int, bits: int, codes: Any) -> None:
-    """The nearest code of every weight on fitted grids."""
-    number = weight.dtype.type
-    top = number((1 << bits) - 1)
-    for row in range(weight.shape[0]):
-        for g in range(scales.shape[1]):
-            source = weight[row, g * group : (g + 1) * group]
-            target = codes[row, g * group : (g + 1) * group]
-            scale, zero = number(scales[row, g]), number(zeros[row, g])
-            for j in range(target.shape[0]):
-                step = np.rint(min(max(source[j] / scale, -zero), top - zero))
-                target[j] = np.uint8(step + zero)
-
-
 @numba.njit(nogil=True)
 def round_to_storage(values: Any, storage: int) -> None:
     """Round values in place to what a checkpoint of that type would hold."""
@@ -199,26 +182,3 @@ def round_to_storage(values: Any, storage: int) -> None:
     elif storage == STORE_FLOAT:
         for j in range(values.shape[0]):
             values[j] = np.float32(values[j])
-
-
-@numba.njit(nogil=True, cache=True)
-def differences(
-    weight: Any, codes: Any, scales: Any, zeros: Any, group: int, storage: int, result: Any, sizes: Any
-) -> None:
-    """``result = weight - decoded`` and the squared length of its rows."""
-    number = weight.dtype.type
-    ones = np.ones(group, dtype=weight.dtype)
-    for row in range(weight.shape[0]):
-        size = 0.0
-        for g in range(scales.shape[1]):
-            source = weight[row, g * group : (g + 1) * group]
-            code = codes[row, g * group : (g + 1) * group]
-            target = result[row, g * group : (g + 1) * group]
-            scale, zero = scales[row, g], number(zeros[row, g])
-            for j in range(target.shape[0]):
-                target[j] = (number(code[j]) - zero) * scale
-            round_to_storage(target, storage)
-            for j in range(target.shape[0]):
-                target[j] = source[j] - target[j]
-            size += _square_sum(target, ones[: target.shape[0]])
-        sizes[row] = size
