@@ -396,14 +396,14 @@ def test_a_clock_that_ends_anywhere_ends_the_search_with_its_best(monkeypatch):
 
 @pytest.mark.parametrize("solved", range(9))
 def test_a_joint_knapsack_that_runs_out_of_time_costs_a_candidate_and_no_more(monkeypatch, solved):
-    from rco.core import knapsack_joint
+    from rco.core.knapsack import joint_budgets
 
     rng = np.random.default_rng(0)
     problem = rco.AllocationProblem(rng.integers(1, 20, (2, 6, 3)), budget=[60, 60], sense="<=")
-    real, count = knapsack_joint._solve_one, iter(range(10**9))
+    real, count = joint_budgets._solve_one, iter(range(10**9))
     out_of_time = (np.full(6, -1), 2, np.inf)
     monkeypatch.setattr(
-        knapsack_joint, "_solve_one", lambda *a: real(*a) if next(count) < solved else out_of_time
+        joint_budgets, "_solve_one", lambda *a: real(*a) if next(count) < solved else out_of_time
     )
     linear = torch.from_numpy(rng.normal(size=(6, 3)))
     result = rco.minimize(lambda g: (g * linear).sum(), problem, steps=2, samples=3)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rco.compression.recording import Recording
-from rco.core.transfer import send
+from rco.core.async_copy import send
 from rco.data.calibration import CalibrationSet
 from rco.losses import Head, chunk_length, chunked_cross_entropy, chunked_kl
 from rco.models.loading import LoadedModel

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from rco.core.knapsack_dual import entry, internal
+from rco.core.jit import entry, internal
 
 __all__ = ["local_cost", "project_rows", "retract_rows"]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from rco.core.allocation import Allocation
 from rco.core.exact import ExactArray, exact_array, exact_ratio, integer_array
 from rco.core.feasibility import InfeasibleBudgetError, check_budgets
-from rco.core.floors import Floors
+from rco.core.min_counts import Floors
 from rco.core.problem_input import (
     check_allowed,
     check_labels,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rco.core.evaluation import Evaluator
-from rco.core.measured import MeasuredLosses
+from rco.core.interaction import MeasuredLosses
 from rco.core.problem import AllocationProblem
 from rco.core.process import BudgetedSearch, Process, sampled_choices
 from rco.core.refine import Candidates, SampleTracker, refine

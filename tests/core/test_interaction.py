@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rco.core.measured import MeasuredLosses
+from rco.core.interaction import MeasuredLosses
 from rco.core.problem import AllocationProblem
 from rco.core.search import RCO
 
