@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rco
-from rco.core.refine import uniform_allocation
+from rco.core.moves import uniform_allocation
 from rco.testing import QuadraticObjective, enumerate_feasible
 
 
