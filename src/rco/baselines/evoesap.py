@@ -23,11 +23,21 @@ __all__ = ["EvoESAP", "Sequences"]
 
 
 class Sequences:
-    """Every block's upgrades in order; a genome counts how many of them each block has taken."""
+    """Every block's upgrades in order; a genome counts how many of them each block has taken.
 
-    def __init__(self, problem: AllocationProblem, scores: np.ndarray, blocks: np.ndarray) -> None:
+    Args:
+        problem: Costs and budgets.
+        scores: (N, K), higher is better.
+        blocks: (N,) block numbers from 0.
+        counted: Begin with the minimum counts instead of the cheapest options.
+    """
+
+    def __init__(
+        self, problem: AllocationProblem, scores: np.ndarray, blocks: np.ndarray, counted: bool = False
+    ) -> None:
         self.problem, self.ladder = problem, Ladder(problem)
-        self.cheapest = self.ladder.at("cheapest")
+        lowest = np.where(self.ladder.rung == 0, scores, -np.inf).argmax(axis=1)
+        self.cheapest = self.ladder.start("cheapest", scores) if counted else lowest
         self._upgrades = [
             self._sequence(np.flatnonzero(blocks == block), scores) for block in range(int(blocks.max()) + 1)
         ]
@@ -51,7 +61,6 @@ class Sequences:
 
         waiting: list[tuple[float, int, int]] = []
         for group in members.tolist():
-            self.cheapest[group] = best_on(group, 0)
             push(group, int(self.cheapest[group]))
         taken = []
         while waiting:
@@ -73,7 +82,9 @@ class Sequences:
 
     def counts(self, choices: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         """How many upgrades an allocation has in every block."""
-        levels = self.ladder.rung[np.arange(len(choices)), choices]
+        groups = np.arange(len(choices))
+        levels = self.ladder.rung[groups, choices] - self.ladder.rung[groups, self.cheapest]
+        levels = np.maximum(levels, 0)
         return np.bincount(blocks, weights=levels, minlength=len(self.lengths)).astype(np.int64)
 
     def fill(self, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -127,10 +138,19 @@ class _BlockCounts(Population):
             )
         blocks = blocks_of(self.problem, objective, settings.blocks)
         self.sequences = Sequences(self.problem, run.scores().numpy(), blocks)
+        start = self._feasible_start(blocks)
+        if start is None and self.problem.min_counts is not None:
+            self.sequences = Sequences(self.problem, run.scores().numpy(), blocks, counted=True)
+            start = self._feasible_start(blocks)
+        if start is None:
+            raise ValueError(
+                "evoesap takes the groups of a block in the order of their score, and found no counts per block "
+                "whose allocation keeps the joint budgets; search over single groups instead, by rco or evopress."
+            )
+        self.start = start
         run.notes["blocks_searched"] = len(self.sequences.lengths)
-        self.start = self._feasible_start(blocks)
 
-    def _feasible_start(self, blocks: np.ndarray) -> np.ndarray:
+    def _feasible_start(self, blocks: np.ndarray) -> np.ndarray | None:
         """The largest equal share of every block's sequence; else the prior's knapsack, block by block."""
         lengths = self.sequences.lengths
         most = int(lengths.max())
@@ -139,12 +159,7 @@ class _BlockCounts(Population):
             if self.sequences.feasible(counts):
                 return np.asarray(counts)
         counts = self.sequences.counts(knapsack(self.run.scores(), self.problem), blocks)
-        if not self.sequences.feasible(counts):
-            raise ValueError(
-                "evoesap takes the groups of a block in the order of their score, and found no counts per block "
-                "whose allocation keeps the joint budgets; search over single groups instead, by rco or evopress."
-            )
-        return counts
+        return counts if self.sequences.feasible(counts) else None
 
     def initial_genomes(self, rng: np.random.Generator, count: int) -> list[np.ndarray]:
         """The equal share, with what is left given to blocks in random order."""

@@ -41,8 +41,8 @@ class LevelSwitch:
         mutant = self._raise_first(choices, rng) if raises else self._lower_first(choices, rng)
         if mutant is not None and self.problem.monotone:
             mutant = self._use_up(choices, mutant, rng)
-        floors = self.problem.floors
-        return None if mutant is not None and floors is not None and not floors.met(mutant) else mutant
+        counts = self.problem.min_counts
+        return None if mutant is not None and counts is not None and not counts.met(mutant) else mutant
 
     def _raise_first(self, choices: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
         raised = self._draw(self.ladder.neighbours(choices, 1), rng)

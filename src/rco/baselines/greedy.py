@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rco.core.choice import Candidates
+from rco.core.knapsack import knapsack
 from rco.core.moves import Ladder, cost_changes, fitting_switches, unspent
 from rco.core.result import SearchResult
 from rco.core.searcher import BudgetedSearch, SearchRun, SearchState
@@ -36,7 +37,7 @@ class _Climb(SearchState):
         self.settings = settings
         self.ladder = Ladder(self.problem)
         self.ladder.require_order(settings.name)
-        self.choices = self._first()
+        self.choices = self.ladder.start(self.start, run.scores().numpy())
         self.groups = np.arange(self.problem.num_groups)
         self.batches: list[int] | None = None
         self.loss = np.inf
@@ -44,16 +45,6 @@ class _Climb(SearchState):
         self.gain = np.full(shape, np.nan)  # decrease of the loss, when it was last measured
         self.measured_at = np.full(shape, -1, dtype=np.int64)
         self.over = False
-
-    def _first(self) -> np.ndarray:
-        """Every group at the same end; where floors forbid the cheap end, the best scores fill them."""
-        choices = self.ladder.at(self.start)
-        floors = self.problem.floors
-        if floors is None or floors.met(choices):
-            return choices
-        scores = self.run.scores().numpy() - 1e300 * (self.ladder.rung > 0)
-        values = np.where(self.problem.allowed, scores, -np.inf)
-        return np.asarray(floors.enforce(values[None])[0].argmax(axis=1), dtype=np.int64)
 
     def cost(self, step: int) -> int:
         """The first step measures every switch; how many the later ones measure is not known."""
@@ -120,7 +111,12 @@ class _Climb(SearchState):
     def propose(self, candidates: Candidates) -> None:
         self.run.notes["batches_used"] = 0 if self.batches is None else len(self.batches)
         values = self.run.scores() + torch.from_numpy(np.nan_to_num(self.gain))
-        candidates.add("greedy", self.choices, values)
+        choices = self.choices
+        self.run.notes.pop("replaced_by", None)
+        if not self.problem.is_feasible(choices):  # minimum counts can end the way down too early
+            self.run.notes["replaced_by"] = "knapsack of the scores and the measured gains"
+            choices = knapsack(values, self.problem)
+        candidates.add("greedy", choices, values)
 
 
 class _Descent(_Climb):
@@ -129,8 +125,8 @@ class _Descent(_Climb):
 
     def moves(self) -> np.ndarray:
         moves = self.ladder.neighbours(self.choices, -1) & self.ladder.relieves(self.choices)
-        if self.problem.floors is not None:
-            moves &= self.problem.floors.may_leave(self.choices)[:, None]
+        if self.problem.min_counts is not None:
+            moves &= self.problem.min_counts.keeping_switches(self.choices)
         return np.asarray(moves)
 
     def price(self) -> np.ndarray:

@@ -1,102 +1,167 @@
-"""At least so many groups of a block must take a given option: kept experts per layer, for instance.
+"""Minimum counts: at least so many groups of a block must take one of certain options.
 
-With two options, and equal costs within each block, such floors cost the exact knapsack nothing: some best solution
-gives the option to the groups of the block that value it most, so those can be locked before the rest is solved.
+The router of a mixture of experts needs at least ``top_k`` experts per layer that are not removed, where an
+expert's options are, say, removed, 2, 3 and 4 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Floors"]
+__all__ = ["MinCounts"]
+
+_KEYS = ("blocks", "counts", "options")
 
 
 @dataclass(frozen=True, eq=False)
-class Floors:
-    """At least ``counts[b]`` groups of block b take ``option``.
+class MinCounts:
+    """At least ``counts[b]`` groups of block b take one of ``options``.
 
     Args:
         blocks: (N,) block index of each group, from 0.
-        counts: One floor per block.
-        option: The option that the floors are about.
+        counts: (B,) least number of groups per block.
+        options: The options that count.
+        num_options: K.
     """
 
     blocks: np.ndarray
     counts: np.ndarray
-    option: int
+    options: tuple[int, ...]
+    num_options: int
 
     @classmethod
     def checked(
-        cls, given: Floors | Mapping[str, Any] | None, unit_costs: np.ndarray, allowed: np.ndarray
-    ) -> Floors | None:
-        """Floors that fit a problem, or an error that says why they do not."""
+        cls, given: MinCounts | Mapping[str, Any] | None, allowed: np.ndarray, block_index: np.ndarray | None
+    ) -> MinCounts | None:
+        """Minimum counts that fit a problem with these locks and budget blocks, or an error with the reason."""
         if given is None:
             return None
-        raw = given.to_dict() if isinstance(given, Floors) else dict(given)
-        unknown = sorted(set(raw) - {"blocks", "counts", "option"})
-        if unknown:
-            raise ValueError(f"Unknown keys {unknown} in floors; allowed are blocks, counts and option.")
-        blocks = np.asarray(raw["blocks"], dtype=np.int64)
-        counts = np.asarray(raw["counts"], dtype=np.int64)
-        option = int(raw["option"])
-        num_joint, num_groups, num_options = unit_costs.shape
-        if num_options != 2 or num_joint != 1:
-            raise ValueError(f"floors need two options and one budget, got {num_options} and {num_joint}.")
-        if blocks.shape != (num_groups,) or option not in (0, 1):
+        raw = given.to_dict() if isinstance(given, MinCounts) else dict(given)
+        if set(raw) != set(_KEYS):
+            raise ValueError(f"min_counts needs exactly the keys {list(_KEYS)}, got {sorted(raw)}.")
+        blocks, counts = np.asarray(raw["blocks"]), np.asarray(raw["counts"])
+        options = tuple(sorted({int(k) for k in np.atleast_1d(raw["options"])}))
+        num_groups, num_options = allowed.shape
+        if blocks.shape != (num_groups,) or blocks.dtype.kind not in "iu":
             raise ValueError(
-                f"floors need a block for each of {num_groups} groups and option 0 or 1, got blocks of shape "
-                f"{blocks.shape} and option {option}."
+                f"min_counts needs the index of a block for each of {num_groups} groups, got blocks of shape "
+                f"{blocks.shape} and dtype {blocks.dtype}."
             )
-        if counts.ndim != 1 or (blocks.size and (blocks.min() < 0 or blocks.max() >= len(counts))):
-            raise ValueError(f"floors name blocks {blocks.min()}..{blocks.max()} but {len(counts)} counts.")
-        floors = cls(blocks, counts, option)
-        for block in range(len(counts)):
+        if counts.ndim != 1 or counts.dtype.kind not in "iu" or (counts < 0).any():
+            raise ValueError(
+                f"The counts of min_counts must be integers of at least 0, got {counts.tolist()}."
+            )
+        if blocks.min() < 0 or blocks.max() >= len(counts):
+            raise ValueError(
+                f"min_counts has {len(counts)} counts, but blocks {blocks.min()}..{blocks.max()}; give one count "
+                "per block."
+            )
+        if not options or options[0] < 0 or options[-1] >= num_options:
+            raise ValueError(
+                f"The options of min_counts must be some of 0..{num_options - 1}, got {list(options)}."
+            )
+        checked = cls(blocks.astype(np.int64), counts.astype(np.int64), options, num_options)
+        usable = np.asarray(allowed[:, list(options)]).any(axis=1).reshape(-1)
+        for block, count in enumerate(checked.counts.tolist()):
             members = blocks == block
-            available = int(allowed[members, option].sum())
-            if counts[block] > available:
+            if count > usable[members].sum():
                 raise ValueError(
-                    f"Block {block} must give option {option} to {counts[block]} groups, but only {available} of "
-                    f"its {int(members.sum())} may take it."
+                    f"Block {block} must give one of the options {list(options)} to {count} groups, but only "
+                    f"{int(usable[members].sum())} of its {int(members.sum())} groups may take one."
                 )
-            for k in range(2):
-                costs = unit_costs[0, members & allowed[:, k], k]
-                if counts[block] > 0 and costs.size and costs.min() != costs.max():
-                    raise ValueError(
-                        f"floors need equal costs within a block; the groups of block {block} differ."
-                    )
-        return floors
+            if count and block_index is not None and len(set(block_index[members].tolist())) > 1:
+                raise ValueError(
+                    f"Block {block} of min_counts spans several budget blocks; keep its groups under one budget."
+                )
+        return checked
+
+    @cached_property
+    def counting(self) -> np.ndarray:
+        """(K,) booleans: whether an option counts."""
+        return np.isin(np.arange(self.num_options), self.options)
+
+    def taken(self, choices: np.ndarray) -> np.ndarray:
+        """(B,) groups of each block that take a counting option."""
+        return np.bincount(self.blocks[self.counting[choices]], minlength=len(self.counts))
 
     def met(self, choices: np.ndarray) -> bool:
-        """Whether an allocation has enough of the option in every block."""
-        taken = np.bincount(self.blocks[choices == self.option], minlength=len(self.counts))
-        return bool((taken >= self.counts).all())
+        """Whether an allocation keeps every minimum."""
+        return bool((self.taken(choices) >= self.counts).all())
 
-    def may_leave(self, choices: np.ndarray) -> np.ndarray:
-        """(N,) whether a group of an allocation could give up its option without breaking its block's floor."""
-        taken = np.bincount(self.blocks[choices == self.option], minlength=len(self.counts))
-        return np.asarray((choices != self.option) | (taken > self.counts)[self.blocks])
+    def keeping_switches(self, choices: np.ndarray) -> np.ndarray:
+        """(N, K) whether a single switch keeps every minimum, given that they are kept now."""
+        spare = (self.taken(choices) > self.counts)[self.blocks]
+        may_leave = ~self.counting[choices] | spare
+        return np.asarray(may_leave[:, None] | self.counting[None, :])
 
-    def enforce(self, values: np.ndarray) -> np.ndarray:
-        """Values (batch, N, 2) in which the other option is ruled out for the groups that fill the floors."""
-        other = 1 - self.option
-        values = np.array(values, copy=True)
-        with np.errstate(invalid="ignore"):  # a group with one allowed option has an infinite preference
-            preference = values[:, :, self.option] - values[:, :, other]
-        preference = np.where(np.isnan(preference), -np.inf, preference)
-        # Sort by block, then by preference; the first counts[b] of each block are locked.
-        order = np.lexsort((-preference, np.broadcast_to(self.blocks, preference.shape)), axis=-1)
+    def _first_of_each_block(self, keys: tuple[np.ndarray, ...]) -> np.ndarray:
+        """(..., sum of counts) groups that come first in their block, as many as its count, by ascending keys."""
+        blocks = np.broadcast_to(self.blocks, keys[0].shape)
+        order = np.lexsort((*keys, blocks), axis=-1)
         sizes = np.bincount(self.blocks, minlength=len(self.counts))
         starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-        rank = np.arange(values.shape[1]) - np.repeat(starts, sizes)
-        locked_place = rank < np.repeat(self.counts, sizes)
+        rank = np.arange(len(self.blocks)) - np.repeat(starts, sizes)
+        return np.asarray(order[..., rank < np.repeat(self.counts, sizes)])
+
+    def lock(self, values: np.ndarray) -> np.ndarray:
+        """Values (batch, N, K) in which the groups of each block that prefer counting options most must take one.
+
+        Every allocation that is left keeps the minima. With two options, and equal costs within each block, one of
+        the best allocations is left (:meth:`locks_exactly`).
+        """
+        values = np.array(values, copy=True)
+        with np.errstate(invalid="ignore"):  # a group with one allowed option has an infinite preference
+            preference = values[:, :, self.counting].max(axis=2, initial=-np.inf)
+            preference = preference - values[:, :, ~self.counting].max(axis=2, initial=-np.inf)
+        preference = np.where(np.isnan(preference), -np.inf, preference)
+        locked = self._first_of_each_block((-preference,))
         rows = np.arange(len(values))[:, None]
-        values[rows, order[:, locked_place], other] = -np.inf
+        values[rows[:, :, None], locked[:, :, None], np.flatnonzero(~self.counting)] = -np.inf
         return values
+
+    def locks_exactly(self, costs: np.ndarray, allowed: np.ndarray) -> bool:
+        """Whether :meth:`lock` always leaves a best allocation: two options, each of one cost within a block."""
+        if self.num_options != 2:
+            return False
+        for block in np.flatnonzero(self.counts):
+            for option in range(2):
+                group_costs = costs[(self.blocks == block) & allowed[:, option], option]
+                if group_costs.size and group_costs.min() != group_costs.max():
+                    return False
+        return True
+
+    def cheapest(self, costs: np.ndarray, usable: np.ndarray) -> np.ndarray | None:
+        """The choices (N,) of least total cost that keep the minima; None where the usable options cannot.
+
+        Args:
+            costs: (N, K) integers.
+            usable: (N, K) booleans, at least one option per group.
+        """
+        groups = np.arange(len(costs))
+        beyond = costs.max() + 1
+        counted = usable & self.counting
+        overall = np.where(usable, costs, beyond).argmin(axis=1)
+        counting = np.where(counted, costs, beyond).argmin(axis=1)
+        possible = counted.any(axis=1)
+        extra = costs[groups, counting] - costs[groups, overall]
+        free = possible & (extra == 0)
+        choices = np.where(free, counting, overall)
+        _, rank = np.unique(np.where(possible, extra, 0), return_inverse=True)  # integers of any size
+        taken = self._first_of_each_block((rank.reshape(-1), ~possible))
+        if not possible[taken].all():
+            return None
+        choices[taken] = counting[taken]
+        return np.asarray(choices, dtype=np.int64)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready description."""
-        return {"blocks": self.blocks.tolist(), "counts": self.counts.tolist(), "option": self.option}
+        return {
+            "blocks": self.blocks.tolist(),
+            "counts": self.counts.tolist(),
+            "options": list(self.options),
+        }

@@ -33,11 +33,13 @@ def cost_changes(problem: AllocationProblem, choices: np.ndarray) -> np.ndarray:
 
 
 def fitting_switches(problem: AllocationProblem, choices: np.ndarray) -> np.ndarray:
-    """(N, K) whether a single switch of a feasible allocation keeps every budget."""
+    """(N, K) whether a single switch of a feasible allocation keeps every budget and minimum count."""
     change, room = cost_changes(problem, choices), unspent(problem, choices)
     if problem.block_index is None:
-        return np.asarray((change <= room[:, None, None]).all(axis=0), dtype=bool)
-    return np.asarray(change[0] <= room[problem.block_index][:, None], dtype=bool)
+        fits = np.asarray((change <= room[:, None, None]).all(axis=0), dtype=bool)
+    else:
+        fits = np.asarray(change[0] <= room[problem.block_index][:, None], dtype=bool)
+    return fits if problem.min_counts is None else fits & problem.min_counts.keeping_switches(choices)
 
 
 def spend(problem: AllocationProblem, choices: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -89,7 +91,7 @@ def uniform_allocation(problem: AllocationProblem) -> np.ndarray:
         if spent > best_spent and problem.is_feasible(choices):
             best, best_spent = choices, spent
     if not problem.is_feasible(best):
-        # Floors, or joint budgets that order the options differently: the cheapest allocation that is feasible.
+        # Minimum counts, or joint budgets that order the options differently: the cheapest feasible allocation.
         best = knapsack(np.where(problem.allowed, -costs, -np.inf), problem)
     return np.asarray(best, dtype=np.int64)
 
@@ -127,6 +129,24 @@ class Ladder:
         wanted = self.top if rung == "dearest" else np.zeros_like(self.top)
         return np.asarray((self.rung == wanted[:, None]).argmax(axis=1), dtype=np.int64)
 
+    def start(self, rung: str, scores: np.ndarray) -> np.ndarray:
+        """As :meth:`at`, with as few groups elsewhere as the minimum counts ask for, those of the best scores.
+
+        Where that is over budget, the cheapest allocation that keeps the minimum counts.
+        """
+        choices, counts = self.at(rung), self.problem.min_counts
+        if counts is None or counts.met(choices):
+            return choices
+        away = np.abs(self.rung - self.rung[self._groups, choices][:, None])
+        span = float(np.ptp(scores[self.problem.allowed])) + 1.0  # a rung counts more than any score
+        values = np.where(self.problem.allowed, scores - span * away, -np.inf)
+        choices = counts.lock(values[None])[0].argmax(axis=1)
+        if rung == "cheapest" and not self.problem.is_feasible(choices):
+            cheapest = counts.cheapest(self.problem.unit_costs[0], self.problem.allowed)
+            assert cheapest is not None, "checked at construction"
+            choices = cheapest
+        return np.asarray(choices, dtype=np.int64)
+
     def neighbours(self, choices: np.ndarray, step: int) -> np.ndarray:
         """(N, K) options that lie ``step`` rungs above (below, if negative) the chosen ones."""
         wanted = self.rung[self._groups, choices] + step
@@ -154,6 +174,14 @@ class Ladder:
                 )
 
 
+def _keeps_counts(problem: AllocationProblem, choices: np.ndarray, group: int, option: int) -> bool:
+    counts = problem.min_counts
+    if counts is None or not counts.counting[choices[group]] or counts.counting[option]:
+        return True
+    block = counts.blocks[group]
+    return bool(counts.taken(choices)[block] > counts.counts[block])
+
+
 def fill_upwards(ladder: Ladder, choices: np.ndarray, order: np.ndarray) -> np.ndarray:
     """Raise groups of a feasible allocation by one rung in the given order, each if it still fits."""
     problem = ladder.problem
@@ -171,6 +199,6 @@ def fill_upwards(ladder: Ladder, choices: np.ndarray, order: np.ndarray) -> np.n
         else:
             left = room.copy()
             left[blocks[group]] -= change[0, group]
-        if (left >= 0).all():
+        if (left >= 0).all() and _keeps_counts(problem, choices, group, target[group]):
             room, choices[group] = left, target[group]
     return choices

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from rco.core.exact import ExactArray, exact_array, exact_ratio, integer_array, json_number, plain, show
-from rco.core.min_counts import Floors
+from rco.core.min_counts import MinCounts
 
-__all__ = ["Allocation", "AllocationProblem", "Floors", "InfeasibleBudgetError", "ReducedCosts"]
+__all__ = ["Allocation", "AllocationProblem", "InfeasibleBudgetError", "MinCounts", "ReducedCosts"]
 
 Sense = Literal["==", "<="]
 
@@ -122,7 +122,10 @@ class AllocationProblem:
             are ignored.
         groups: N labels for people.
         options: K labels for people.
-        floors: At least so many groups of each of certain blocks take an option; see :class:`Floors`.
+        min_counts: At least so many groups of a block take one of certain options, apart from the budgets' blocks:
+            a mapping with ``blocks`` (N block indices from 0), ``counts`` (one per block) and ``options`` (the
+            option indices that count); see :class:`rco.core.min_counts.MinCounts`. Every discrete allocation
+            keeps them; the continuous iterate of a search need not.
         monotone: Declares that within a group a costlier option is never worse (true of bit widths and of kept
             experts), so that a search may spend what its solution leaves of the budget.
 
@@ -145,7 +148,7 @@ class AllocationProblem:
         groups: Sequence[str] | None = None,
         options: Sequence[str] | None = None,
         monotone: bool = False,
-        floors: Floors | Mapping[str, Any] | None = None,
+        min_counts: MinCounts | Mapping[str, Any] | None = None,
     ) -> None:
         if sense not in ("==", "<="):
             raise ValueError(f'sense must be "==" or "<=", got {sense!r}.')
@@ -170,8 +173,8 @@ class AllocationProblem:
         broadcast = _fill_forbidden(broadcast, self.allowed)
         self._directions = ExactArray(broadcast, costs.denominator)
         self.unit_costs, self.denominator = _weighted_costs(self._directions, self._weights)
-        self.floors = Floors.checked(floors, self.unit_costs, self.allowed)
         self._set_blocks(blocks)
+        self.min_counts = MinCounts.checked(min_counts, self.allowed, self.block_index)
         self._set_budgets(budget)
         _check_budgets(self)
 
@@ -255,24 +258,25 @@ class AllocationProblem:
         )
 
     @cached_property
-    def floored_range(self) -> tuple[list[int], list[int]]:
-        """As :attr:`unit_range`, with the floors in force."""
-        low, high = self.unit_range
-        if self.floors is None:
-            return low, high
+    def counted_range(self) -> tuple[list[int], list[int]]:
+        """As :attr:`unit_range`, with the minimum counts in force."""
+        if self.min_counts is None:
+            return self.unit_range
         groups = np.arange(self.num_groups)
-        values = np.where(self.allowed, -self.unit_costs[0].astype(np.float64), -np.inf)
-        cheapest = self.floors.enforce(values[None])[0].argmax(axis=1)
-        dearest = self.floors.enforce(np.where(self.allowed, -values, -np.inf)[None])[0].argmax(axis=1)
-        return (
-            self._sum_per_budget(self.unit_costs[:, groups, cheapest]),
-            self._sum_per_budget(self.unit_costs[:, groups, dearest]),
-        )
+        ends: list[list[int]] = []
+        for sign in (1, -1):
+            per_group = []
+            for costs in self.unit_costs:
+                choices = self.min_counts.cheapest(sign * costs, self.allowed)
+                assert choices is not None, "checked at construction"
+                per_group.append(costs[groups, choices])
+            ends.append(self._sum_per_budget(np.stack(per_group)))
+        return ends[0], ends[1]
 
     @property
     def feasible_range(self) -> tuple[Any, Any]:
         """Lowest and highest reachable total cost (per budget, if there are several)."""
-        low, high = self.floored_range
+        low, high = self.counted_range
         return (
             self._per_budget([plain(Fraction(v, self.denominator)) for v in low]),
             self._per_budget([plain(Fraction(v, self.denominator)) for v in high]),
@@ -288,11 +292,11 @@ class AllocationProblem:
         return self._per_budget([plain(Fraction(u, self.denominator)) for u in self.units(allocation)])
 
     def is_feasible(self, allocation: Any) -> bool:
-        """Whether the allocation uses allowed options only and exceeds no budget."""
+        """Whether the allocation uses allowed options only, exceeds no budget and keeps the minimum counts."""
         choices = self._check_choices(allocation)
         if not self.allowed[np.arange(self.num_groups), choices].all():
             return False
-        if self.floors is not None and not self.floors.met(choices):
+        if self.min_counts is not None and not self.min_counts.met(choices):
             return False
         return all(u <= b for u, b in zip(self.units(choices), self.unit_budgets, strict=True))
 
@@ -440,7 +444,7 @@ class AllocationProblem:
             "groups": self.groups,
             "options": self.options,
             "monotone": self.monotone,
-            "floors": None if self.floors is None else self.floors.to_dict(),
+            "min_counts": None if self.min_counts is None else self.min_counts.to_dict(),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -459,7 +463,7 @@ class AllocationProblem:
     def from_dict(cls, described: Mapping[str, Any]) -> AllocationProblem:
         """The inverse of :meth:`to_dict`; unknown keys are an error."""
         known = {"option_costs", "budget", "weights", "sense", "blocks", "allowed", "groups", "options"}
-        known |= {"monotone", "floors"}
+        known |= {"monotone", "min_counts"}
         unknown = sorted(set(described) - known)
         if unknown:
             raise ValueError(f"Unknown keys {unknown} in a problem; allowed are {sorted(known)}.")
@@ -617,7 +621,7 @@ def _check_budgets(problem: AllocationProblem) -> None:
         InfeasibleBudgetError: A budget lies outside its reachable range, or joint ones cannot be met together.
         ValueError: Under "==", every assignment costs the same.
     """
-    low, high = problem.floored_range
+    low, high = problem.counted_range
     for j, budget in enumerate(problem.budgets):
         lowest, highest = Fraction(low[j], problem.denominator), Fraction(high[j], problem.denominator)
         reachable = f"reachable totals lie between {show(lowest)} and {show(highest)}"

@@ -43,7 +43,7 @@ def check_objective(objective: Loss, num_groups: int, num_options: int) -> None:
 
 
 def check_searcher(searcher: Searcher) -> None:
-    """Exact budgets, determinism, never worse than the starting points, JSON, on_step, locks and blocks.
+    """Exact budgets, minimum counts, determinism, never worse than the starts, JSON, on_step, locks, blocks.
 
     A searcher whose ``compares_starts`` is False reports what it has found, also where a starting point is better.
     """
@@ -55,6 +55,35 @@ def check_searcher(searcher: Searcher) -> None:
         _check_run(searcher, problem, objective, prior)
     blocks = AllocationProblem([0, 1], budget=[1, 2], blocks=[0, 0, 1, 1, 1])
     _check_run(searcher, blocks, QuadraticObjective(5, 2, seed=1), None)
+    for problem in counted_problems():
+        objective = QuadraticObjective(problem.num_groups, problem.num_options, seed=2, num_batches=2)
+        _check_run(searcher, problem, objective, None)
+
+
+def counted_problems() -> list[AllocationProblem]:
+    """Two layers of four experts, of which at least two and one must not be removed.
+
+    With two options of equal cost (pruning), and with removed, 2, 3 or 4 bits at costs that differ between experts,
+    under a budget close to what the minimum counts cost.
+    """
+    layers = [0, 0, 0, 0, 1, 1, 1, 1]
+    labels = [f"layers.{layer}.experts.{expert % 4}" for expert, layer in enumerate(layers)]
+    pruning = AllocationProblem(
+        [[0, 1]] * 8,
+        budget=4,
+        groups=labels,
+        monotone=True,
+        min_counts={"blocks": layers, "counts": [2, 1], "options": [1]},
+    )
+    sizes = np.array([5, 1, 4, 2, 3, 3, 1, 2])[:, None]
+    widths = AllocationProblem(
+        sizes * [0, 2, 3, 4],
+        budget=14,
+        sense="<=",
+        groups=labels,
+        min_counts={"blocks": layers, "counts": [2, 1], "options": [1, 2, 3]},
+    )
+    return [pruning, widths]
 
 
 def _arguments() -> list[dict[str, object]]:

@@ -214,15 +214,22 @@ def _solve(
     """What was found, its values, its exact cost in the problem's units; over budget is an error, not a result."""
     if not 1 <= max_states < 2**31:
         raise ValueError(f"max_states must lie between 1 and 2**31 - 1, got {max_states}.")
-    if problem.floors is not None:
-        values = problem.floors.enforce(np.where(problem.allowed, values, -np.inf))
     if problem.num_joint > 1:
         from rco.core.knapsack.joint_budgets import solve_joint
 
         found = Choices(*solve_joint(values, problem, time_limit))
     else:
         prepared = plans(problem)
-        found = prepared.solve(values, problem, max_states)
+        if problem.min_counts is None:
+            found = prepared.solve(values, problem, max_states)
+        else:
+            from rco.core.knapsack.counted import solve_counted
+
+            found = solve_counted(values, problem, max_states)
+            if not all(c[0] < 0 or problem.min_counts.met(c) for c in found.choices):
+                raise RuntimeError(
+                    "Internal error: the knapsack solver broke a minimum count; please report this."
+                )
         if problem.unit_costs.dtype != object:
             return found, *prepared.audit(values, found, problem)
     worth = np.full(len(values), -math.inf)
