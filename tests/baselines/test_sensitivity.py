@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from rco.baselines.fisher_information import Fisher
 
 from rco import AllocationProblem, solve_mckp
 from rco.baselines.first_order import FirstOrder
+from rco.baselines.fisher_information import Fisher
 from rco.baselines.higgs import HIGGS, HIGGSNoise, fit_coefficients
 from rco.baselines.one_at_a_time import OneAtATime
 from rco.baselines.output_error import OutputError

@@ -1,35 +1,33 @@
 """Knapsacks with minimum counts: at least m_b groups of block b take an option of a set S.
 
-Where the unconstrained optimum keeps the minima it is the answer. Otherwise the minima get multipliers. For a
-price ``lam`` of cost the best assignment under the minima is found group by group: each block takes the groups
-that prefer S most, so the dual in ``lam`` is one-dimensional, and every binding block's multiplier ``mu_b``
-follows from the m_b-th preference. With the values of S raised by ``mu_b`` the exact knapsack bounds the
-optimum from above; it is the optimum itself if it takes exactly m_b groups in the blocks with ``mu_b > 0`` and
-no fewer elsewhere. The middle of the interval of equally good ``mu_b`` makes that the common case. What is left
-is branch and bound: one group of a block that misses its count must, or must not, take an option of S. Locking
-the preferred groups gives allocations to compare with.
+Where the optimum without minima keeps them it is the answer. Otherwise cost gets a price ``lam`` and each
+minimum a multiplier ``mu_b``. For a given price the best assignment under the minima is found group by group:
+each block takes the groups that prefer S most. So the dual is one-dimensional, and every ``mu_b`` follows from
+the m_b-th preference: the middle of the interval of equally good ones. With the regret ``r`` of an option
+against the best one of its group, an allocation is worth the dual's value less ``sum r + lam * unspent + sum
+mu_b * (taken_b - m_b)``, and the last sum is what is minimised over the options whose regret alone is below the
+gap: state lists (cost, regret, count), block after block, with dominance and bounds. The gap is that of the
+exact knapsack with the preferred groups locked.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 import weakref
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
+from rco.core.jit import entry
 from rco.core.knapsack.single_budget import INFEASIBLE, LIMIT, OPTIMAL, Choices, plans, total_value
 from rco.core.min_counts import MinCounts
 from rco.core.problem import AllocationProblem
 
 __all__ = ["solve_counted"]
 
-_MOST_NODES = 2000  # of branch and bound, for each sample and budget
-_BISECTIONS = 48
-_ROUNDING = 1e-14  # of a sum of values, relative to the sum of their sizes
+_MOST_STATES = 2_000_000  # visited for each sample and budget
+_BISECTIONS = 44
+_TIE = 1e-13  # of the largest value in play: closer ties are rounding noise
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +38,8 @@ class _Part:
     problem: AllocationProblem
     counts: MinCounts
     price: np.ndarray  # (n, K) float costs as shares of the budget's range
+    order: np.ndarray  # (n,) groups, block by block
+    offsets: np.ndarray  # (B + 1,) where each block begins in ``order``
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +68,7 @@ def _prepare(problem: AllocationProblem) -> _Counted:
     free = problem.replace(min_counts=None)
     exact = counts.locks_exactly(problem.unit_costs[0], problem.allowed)
     if problem.block_index is None:
-        parts = [_Part(np.arange(problem.num_groups), free, counts, free.relative_costs[0])]
-        return _Counted(free, tuple(parts), exact)
+        return _Counted(free, (_part(np.arange(problem.num_groups), free, counts),), exact)
     parts = []
     for j, budget in enumerate(problem.unit_budgets):
         members = np.flatnonzero(problem.block_index == j)
@@ -78,8 +77,15 @@ def _prepare(problem: AllocationProblem) -> _Counted:
         part = AllocationProblem(
             problem.unit_costs[0][members], budget, sense="<=", allowed=problem.allowed[members]
         )
-        parts.append(_Part(members, part, own, part.relative_costs[0]))
+        parts.append(_part(members, part, own))
     return _Counted(free, tuple(parts), exact)
+
+
+def _part(members: np.ndarray, problem: AllocationProblem, counts: MinCounts) -> _Part:
+    sizes = np.bincount(counts.blocks, minlength=len(counts.counts))
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    price = np.ascontiguousarray(problem.relative_costs[0])
+    return _Part(members, problem, counts, price, np.argsort(counts.blocks, kind="stable"), offsets)
 
 
 def solve_counted(values: np.ndarray, problem: AllocationProblem, max_states: int) -> Choices:
@@ -106,149 +112,232 @@ def solve_counted(values: np.ndarray, problem: AllocationProblem, max_states: in
     return found
 
 
-class _Bound(NamedTuple):
-    """The relaxation of one node."""
-
-    value: float  # no allocation of the node is worth more
-    settled: bool  # nothing to branch on: ``choices`` keeps the minima
-    undecided: int  # the group to branch on
+@entry
+def _assign(
+    values: np.ndarray,
+    price: np.ndarray,
+    counting: np.ndarray,
+    order: np.ndarray,
+    offsets: np.ndarray,
+    least: np.ndarray,
+    lam: float,
+    preference: np.ndarray,
+) -> float:
+    """Cost of the best assignment under the minima at a price of cost; writes the preferences for S (n,)."""
+    total = 0.0
+    for b in range(len(least)):
+        size = offsets[b + 1] - offsets[b]
+        inside = np.empty(size)
+        outside = np.empty(size)
+        for g in range(size):
+            i = order[offsets[b] + g]
+            best_in, best_out = -np.inf, -np.inf
+            for k in range(values.shape[1]):
+                x = values[i, k] - lam * price[i, k]
+                if counting[k]:
+                    if x > best_in:
+                        best_in, inside[g] = x, price[i, k]
+                elif x > best_out:
+                    best_out, outside[g] = x, price[i, k]
+            preference[i] = best_in - best_out
+        members = order[offsets[b] : offsets[b + 1]]
+        ranked = np.argsort(-preference[members], kind="mergesort")
+        for rank in range(size):
+            g = ranked[rank]
+            total += inside[g] if rank < least[b] or preference[members[g]] > 0.0 else outside[g]
+    return total
 
 
 class _Search:
-    """Branch and bound over which groups take a counting option."""
+    """One knapsack with minimum counts under one budget."""
 
     def __init__(self, values: np.ndarray, part: _Part, max_states: int) -> None:
-        self.values, self.part, self.max_states = values, part, max_states
+        self.values, self.part = np.ascontiguousarray(values), part
+        self.max_states = max_states
         self.counting, self.blocks = part.counts.counting, part.counts.blocks
         self.least = part.counts.counts
-        self.best: np.ndarray | None = None
-        self.best_value = -math.inf
-        self.open_value = -math.inf  # bound of what the knapsacks themselves have left open
 
     def run(self) -> tuple[np.ndarray, int, float]:
         """Choices (n,), status code, certified gap."""
-        part = self.part
-        usable = self.values > -math.inf
+        part, values = self.part, self.values
+        usable = values > -math.inf
+        nothing = values.argmax(axis=1), INFEASIBLE, 0.0
         if not usable.any(axis=1).all():
-            return self.values.argmax(axis=1), INFEASIBLE, 0.0
+            return nothing
         cheapest = part.counts.cheapest(part.problem.unit_costs[0], usable)
         if cheapest is None or not part.problem.is_feasible(cheapest):
-            return self.values.argmax(axis=1), INFEASIBLE, 0.0
-        self._offer(cheapest)
-        number = itertools.count()
-        waiting: list[tuple[float, int, np.ndarray, _Bound]] = []
+            return nothing
+        lam, mu = self._multipliers()
+        best = self._locked(lam, cheapest)
+        reduced = np.where(self.counting, values + mu[self.blocks][:, None], values) - lam * part.price
+        base = reduced.argmax(axis=1)
+        regret = reduced[np.arange(len(base)), base][:, None] - reduced
+        tie = _TIE * max(float(np.abs(values[usable]).max()), lam)
+        return self._states(best, base, regret, lam, mu, tie)
 
-        def push(node: np.ndarray) -> None:
-            bound = self._bound(node)
-            if bound is None or bound.value <= self.best_value + self._tolerance():
-                return
-            if bound.settled:
-                self.open_value = max(self.open_value, bound.value)
-            else:
-                heapq.heappush(waiting, (-bound.value, next(number), node, bound))
+    def _locked(self, lam: float, cheapest: np.ndarray) -> np.ndarray:
+        """The better of the cheapest allocation and the exact knapsack with the preferred groups locked."""
+        problem, priced = self.part.problem, self.values - lam * self.part.price
+        locked = np.where(self.part.counts.lock(priced[None])[0] > -math.inf, self.values, -np.inf)
+        found: np.ndarray = plans(problem).solve(locked[None], problem, self.max_states).choices[0]
+        if found[0] < 0 or total_value(self.values, cheapest) > total_value(self.values, found):
+            return cheapest
+        return found
 
-        push(self.values)
-        for _ in range(_MOST_NODES):
-            while waiting and -waiting[0][0] <= self.best_value + self._tolerance():
-                heapq.heappop(waiting)
-            if not waiting:
-                break
-            _, _, node, bound = heapq.heappop(waiting)
-            for forbidden in (~self.counting, self.counting):
-                child = node.copy()
-                child[bound.undecided, forbidden] = -np.inf
-                push(child)
-        assert self.best is not None
-        highest = max(self.open_value, -waiting[0][0] if waiting else -math.inf)
-        gap = highest - self.best_value
-        return (self.best, LIMIT, gap) if gap > self._tolerance() else (self.best, OPTIMAL, 0.0)
-
-    def _tolerance(self) -> float:
-        """Rounding error of the sums that are compared."""
-        assert self.best is not None
-        return _ROUNDING * float(np.abs(self.values[np.arange(len(self.best)), self.best]).sum())
-
-    def _offer(self, choices: np.ndarray) -> None:
-        """Take an allocation within budget and minima if it is the best so far."""
-        value = total_value(self.values, choices)
-        if value > self.best_value or self.best is None:
-            self.best, self.best_value = choices.copy(), value
-
-    def _knapsack(self, values: np.ndarray) -> tuple[np.ndarray, int, float]:
-        problem = self.part.problem
-        found = plans(problem).solve(values[None], problem, self.max_states)
-        return found.choices[0], int(found.codes[0]), float(found.gaps[0])
-
-    def _bound(self, node: np.ndarray) -> _Bound | None:
-        """The relaxation of a node; None where it holds no allocation."""
-        counts = self.part.counts
-        usable = node > -math.inf
-        if not usable.any(axis=1).all():
-            return None
-        cheapest = counts.cheapest(self.part.problem.unit_costs[0], usable)
-        if cheapest is None or not self.part.problem.is_feasible(cheapest):
-            return None
-        both = usable[:, self.counting].any(axis=1) & usable[:, ~self.counting].any(axis=1)
-        multipliers, preference, priced = self._multipliers(node)
-        # A block whose groups are all decided has its count.
-        multipliers[np.bincount(self.blocks[both], minlength=len(multipliers)) == 0] = 0.0
-        locked = np.where(counts.lock(priced[None])[0] > -math.inf, node, -np.inf)
-        choices, code, _ = self._knapsack(locked)
-        if code != INFEASIBLE:
-            self._offer(choices)
-        raised = np.where(self.counting, node + multipliers[self.blocks][:, None], node)
-        choices, code, gap = self._knapsack(raised)
-        assert code != INFEASIBLE, "the cheapest choice is affordable"
-        taken = counts.taken(choices)
-        if (taken >= self.least).all():
-            self._offer(choices)
-        off = (taken < self.least) | ((multipliers > 0) & (taken > self.least))
-        if not off.any():  # the multipliers' terms cancel
-            return _Bound(total_value(node, choices) + gap, True, -1)
-        bound = total_value(raised, choices) + gap - float(multipliers @ self.least)
-        distance = np.where(both & off[self.blocks], np.abs(preference + multipliers[self.blocks]), np.inf)
-        return _Bound(bound, False, int(distance.argmin()))
-
-    def _multipliers(self, node: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Multipliers (B,), preferences for S (n,) and values less the price of cost, at the dual's minimum."""
-        part = self.part
+    def _multipliers(self) -> tuple[float, np.ndarray]:
+        """The price of cost at the dual's minimum, and the multipliers (B,)."""
+        part, preference = self.part, np.empty(len(self.values))
         budget = float(part.problem.relative_budgets[0])
-        finite = node[np.isfinite(node)]
+        finite = self.values[np.isfinite(self.values)]
         spread = float(finite.max() - finite.min()) or 1.0
 
-        def at(price: float) -> tuple[float, np.ndarray, np.ndarray]:
-            """Cost of the best assignment under the minima, preferences and priced values."""
-            priced = node - price * part.price
-            inside = np.where(self.counting, priced, -np.inf)
-            outside = np.where(self.counting, -np.inf, priced)
-            with np.errstate(invalid="ignore"):
-                preference = inside.max(axis=1) - outside.max(axis=1)
-            chosen = part.counts.lock(priced[None])[0].argmax(axis=1)
-            return float(part.price[np.arange(len(chosen)), chosen].sum()), preference, priced
+        def cost(lam: float) -> float:
+            arguments = self.counting, part.order, part.offsets, self.least, lam, preference
+            return float(_assign(self.values, part.price, *arguments))
 
-        low, high = 0.0, 0.0
-        cost, preference, priced = at(0.0)
-        if cost > budget:
-            high = spread
-            while (found := at(high))[0] > budget and high < 1e12 * spread:
-                low, high = high, 4.0 * high
+        lam = 0.0
+        if cost(0.0) > budget:
+            low, lam = 0.0, spread
+            while cost(lam) > budget and lam < 1e15 * spread:
+                low, lam = lam, 8.0 * lam
             for _ in range(_BISECTIONS):
-                middle = 0.5 * (low + high)
-                trial = at(middle)
-                if trial[0] > budget:
+                middle = 0.5 * (low + lam)
+                if cost(middle) > budget:
                     low = middle
                 else:
-                    high, found = middle, trial
-            _, preference, priced = found
-        multipliers = np.zeros(len(self.least))
+                    lam = middle
+            cost(lam)
+        mu = np.zeros(len(self.least))
         for block in np.flatnonzero(self.least):
-            ranked = np.sort(preference[self.blocks == block])[::-1]
+            ranked = -np.sort(-preference[part.order[part.offsets[block] : part.offsets[block + 1]]])
             count = int(self.least[block])
             lowest = max(0.0, -float(ranked[count - 1]))
             after = float(ranked[count]) if count < len(ranked) else -math.inf
             highest = max(0.0, -after)
-            if math.isinf(highest):
-                highest = lowest + spread
-            if math.isfinite(lowest):
-                multipliers[block] = 0.5 * (lowest + highest)
-        return multipliers, preference, priced
+            mu[block] = 0.5 * (lowest + (lowest + spread if math.isinf(highest) else highest))
+        return lam, mu
+
+    def _states(
+        self, best: np.ndarray, base: np.ndarray, regret: np.ndarray, lam: float, mu: np.ndarray, tie: float
+    ) -> tuple[np.ndarray, int, float]:
+        """State lists over the options whose regret is below the gap, block after block.
+
+        Args:
+            best: The best known allocation.
+            base: The dual's assignment, from which states deviate.
+            regret: (n, K) against the base.
+            lam: Price of cost, as a share of the budget's range.
+            mu: (B,) multipliers of the minima.
+            tie: Differences that are rounding noise.
+        """
+        part = self.part
+        costs, capacity = part.problem.reduced.costs[0], part.problem.reduced.capacity[0]
+        groups = np.arange(len(base))
+        unit = float(part.price.max()) / max(float(costs.max()), 1.0)  # of relative cost per reduced unit
+        lam = lam * unit
+        unspent = float(capacity - sum(int(c) for c in costs[groups, best]))
+        # What the best known allocation loses against the dual's value.
+        gap = float(regret[groups, best].sum() + lam * unspent + mu @ (part.counts.taken(best) - self.least))
+        if gap <= tie * len(base):
+            return best, OPTIMAL, 0.0
+        if costs.dtype == object:  # beyond int64: what is certified is the dual's gap
+            return best, LIMIT, gap
+        step = costs - costs[groups, base][:, None]
+        change = self.counting[None, :].astype(np.int64) - self.counting[base][:, None]
+        candidate = regret < gap
+        candidate[groups, base] = False
+        slope = np.where(candidate, regret / np.maximum(np.abs(step), 1), np.inf)
+        steepness = slope.min(axis=1)
+        excess = part.counts.taken(base) - self.least
+        # Blocks in the order of their flattest candidate; groups within them likewise.
+        first = np.full(len(self.least), np.inf)
+        np.minimum.at(first, self.blocks, steepness)
+        order = np.lexsort((steepness, self.blocks, first[self.blocks]))
+        order = order[candidate[order].any(axis=1) | (excess < 0)[self.blocks[order]]]
+        down = np.where(candidate & (step < 0), slope, np.inf).min(axis=1)[order]
+        up = np.where(candidate & (step > 0), slope, np.inf).min(axis=1)[order]
+        down = np.append(np.minimum.accumulate(down[::-1])[::-1], np.inf)
+        up = np.minimum(np.append(np.minimum.accumulate(up[::-1])[::-1], np.inf), lam)
+        waiting = mu * np.maximum(excess, 0)  # of the blocks whose groups have not been visited
+        later, broken = float(waiting.sum()), int((excess < 0).sum())
+
+        offset = np.array([int(costs[groups, base].sum()) - capacity], dtype=np.int64)
+        lost, count, node = np.zeros(1), np.zeros(1, dtype=np.int64), np.full(1, -1)
+        parents: list[np.ndarray] = []
+        moves: list[np.ndarray] = []
+        size, work, finish = 0, 0, -2
+
+        def adopted() -> np.ndarray:
+            """The best known allocation, or the better one that a chain of nodes makes of the base."""
+            if finish == -2:
+                return best
+            found, chain = base.copy(), finish
+            parent, move = np.concatenate(parents), np.concatenate(moves)
+            while chain >= 0:
+                found[move[chain] // costs.shape[1]] = move[chain] % costs.shape[1]
+                chain = int(parent[chain])
+            return found
+
+        for position, group in enumerate(order.tolist()):
+            block = self.blocks[group]
+            if position == 0 or self.blocks[order[position - 1]] != block:
+                count = np.full(len(lost), excess[block])
+                later -= float(waiting[block])
+                broken -= int(excess[block] < 0)
+                inside = order[position:][self.blocks[order[position:]] == block]
+                rises = (candidate[inside] & (change[inside] > 0)).any(axis=1)[::-1].cumsum()[::-1]
+                falls = (candidate[inside] & (change[inside] < 0)).any(axis=1)[::-1].cumsum()[::-1]
+                seat = 0
+            seat += 1
+            more, fewer = (int(x[seat]) if seat < len(inside) else 0 for x in (rises, falls))
+            options = np.flatnonzero(candidate[group])
+            parts = [(offset, lost, count, node)]
+            for option in options:
+                parents.append(node)
+                moves.append(np.full(len(node), group * costs.shape[1] + option))
+                fresh = np.arange(size, size + len(node))
+                size += len(node)
+                deviation = step[group, option], regret[group, option], change[group, option]
+                parts.append((offset + deviation[0], lost + deviation[1], count + deviation[2], fresh))
+            offset, lost, count, node = (np.concatenate(column) for column in zip(*parts, strict=True))
+            work += len(offset)
+            # The least that any completion loses.
+            reach = np.where(
+                offset > 0, offset * np.minimum(down[position + 1], 1e300), -offset * up[position + 1]
+            )
+            bound = lost + reach + mu[block] * np.maximum(count - fewer, 0) + later
+            if work > min(_MOST_STATES, self.max_states):
+                return adopted(), LIMIT, min(gap, max(gap - float(bound.min()), 0.0))
+            keep = (bound < gap - tie) & (count + more >= 0)
+            last = position + 1 == len(order) or self.blocks[order[position + 1]] != block
+            if last:
+                lost = lost + mu[block] * np.maximum(count, 0)
+                count = np.zeros_like(count)
+            offset, lost, count, node = (x[keep] for x in (offset, lost, count, node))
+            if not len(offset):
+                break
+            offset, lost, count, node = _undominated(offset, lost, count, node, lam)
+            ended = (offset <= 0) & (count >= 0)
+            if not broken and ended.any():  # the rest may stay at the base
+                loss = np.where(
+                    ended, lost - lam * offset + (0.0 if last else mu[block] * count) + later, np.inf
+                )
+                if loss.min() < gap - tie:
+                    gap, finish = float(loss.min()), int(node[loss.argmin()])
+        return adopted(), OPTIMAL, 0.0
+
+
+def _undominated(
+    offset: np.ndarray, lost: np.ndarray, count: np.ndarray, node: np.ndarray, lam: float
+) -> tuple[np.ndarray, ...]:
+    """States that no cheaper state of the same count beats."""
+    worth = lost - lam * offset
+    order = np.lexsort((worth, offset, count))
+    offset, lost, count, node, worth = (x[order] for x in (offset, lost, count, node, worth))
+    keep = np.empty(len(order), dtype=bool)
+    ends = np.flatnonzero(np.diff(count)) + 1
+    for begin, end in zip([0, *ends], [*ends, len(order)], strict=True):
+        part = worth[begin:end]
+        keep[begin] = True
+        keep[begin + 1 : end] = part[1:] < np.minimum.accumulate(part)[:-1]
+    return offset[keep], lost[keep], count[keep], node[keep]
