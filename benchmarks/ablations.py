@@ -38,11 +38,10 @@ from rco.compression.budget import Budget
 from rco.compression.compression import Compression
 from rco.compression.second_order import predicted_losses
 from rco.core.knapsack import solve_mckp
-from rco.core.plain import PlainRCO
+from rco.core.moves import layer_order, spend, uniform_allocation
 from rco.core.problem import AllocationProblem
-from rco.core.refine import layer_order, spend, uniform_allocation
 from rco.core.result import SearchResult
-from rco.core.search import MOST_CANDIDATES, RCO
+from rco.core.search import MOST_CANDIDATES, RCO, PlainRCO
 from rco.data.calibration import build_splits
 from rco.pipeline.configs import TAU, Compute, QuantizeConfig
 from rco.pipeline.estimate import forward_seconds

@@ -38,7 +38,7 @@ def main():
     from rco.compression.budget import Budget
     from rco.compression.second_order import predicted_losses
     from rco.core.knapsack import solve_mckp
-    from rco.core.refine import spend
+    from rco.core.moves import spend
     from rco.pipeline.configs import QuantizeConfig
     from rco.pipeline.judge import Judge
     from rco.pipeline.planning import build_data, plan_compression

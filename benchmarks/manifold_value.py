@@ -137,9 +137,9 @@ def run_part(settings, bits, method, own, start, seed, tuning=False):
     import torch
 
     from rco.compression.budget import Budget
+    from rco.core.expected_cost import expected_cost
     from rco.core.knapsack import solve_mckp
-    from rco.core.refine import spend
-    from rco.core.relaxation import expected_cost
+    from rco.core.moves import spend
 
     began = time.perf_counter()
     backend, data, judge = bench_of(settings)

@@ -192,9 +192,8 @@ def run_part(settings, model, bits, seed, method):
             beliefs = backend.beliefs(problem, "fisher", config.strength)
         searcher = configured_searcher(config)
         with backend.objective(data.search, data.selection) as objective:
-            if table is not None:
-                objective.layer_errors = table
-            result = searcher.search(problem, objective, **beliefs)
+            tables = {} if table is None else {"layer_errors": table}
+            result = searcher.search(problem, objective.with_tables(**tables), **beliefs)
         allocation, chosen_from, candidates = result.allocation, result.chosen_from, result.candidates
         forwards, backwards = result.forwards, result.backwards
     searched = time.perf_counter() - began

@@ -51,7 +51,7 @@ def case(vocabulary, widths):
     from rco.compression.candidates import CandidateSettings
     from rco.compression.compression import Compression
     from rco.compression.plan import make_plan
-    from rco.core.refine import uniform_allocation
+    from rco.core.moves import uniform_allocation
     from rco.data.calibration import CalibrationSet
     from rco.models.loading import wrap_model
     from rco.testing.tiny_models import tiny_model

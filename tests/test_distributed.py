@@ -1,6 +1,5 @@
 """Work spread over ranks gives what one process gives; a rank that fails or dies ends the job with a message."""
 
-import inspect
 import json
 import signal
 from pathlib import Path
@@ -104,8 +103,8 @@ def test_one_process_needs_no_others():
         pass
 
 
-def test_what_an_objective_offers_is_found_without_getattr():
-    """As protocols look for it from Python 3.12 on; without, ranks would search without curvature."""
+def test_a_shared_objective_offers_what_the_objective_does():
+    """Otherwise several ranks would search without the curvature, or without a table."""
 
     class Offers:
         num_batches = 3
@@ -125,17 +124,22 @@ def test_what_an_objective_offers_is_found_without_getattr():
         def broadcast(self, value):
             return value
 
+        def map(self, function, items):
+            return list(function(range(items)))
+
     objective = Offers()
-    with shared(objective, Several(count=2)) as face:
-        for name in ("curvature", "tokens_per_batch", "option_errors", "num_batches"):
-            assert inspect.getattr_static(face, name, None) is not None, name
-        assert face.curvature is objective.curvature
-        assert (face.tokens_per_batch, face.num_batches) == (7, 3)
-        assert face.option_errors.shape == (2, 2)
-        assert inspect.getattr_static(face, "fisher_losses", None) is None
-        face.fisher_losses = torch.ones(2, 2)  # what a pipeline has measured itself
-        assert face.fisher_losses.sum() == 4
-        assert not hasattr(face.selection, "fisher_losses")
+    with shared(objective, Several(count=2)) as together:
+        assert together.curvature is objective.curvature
+        assert (together.tokens_per_batch, together.num_batches) == (7, 3)
+        assert together.table("option_errors").shape == (2, 2)
+        assert together.table("fisher_losses") is None
+        assert not together.offers("noisy_loss")
+        informed = together.with_tables(fisher_losses=torch.ones(2, 2))  # what a pipeline has measured itself
+        assert informed.table("fisher_losses").sum() == 4
+        assert informed.table("option_errors").shape == (2, 2)
+        assert informed.curvature is objective.curvature
+        assert together.selection.table("fisher_losses") is None
+        assert informed.losses([(torch.ones(2, 2), 0)] * 2) == [4.0, 4.0]
 
 
 def test_candidates_and_search_of_a_model_are_the_same_on_any_number_of_ranks(tmp_path):

@@ -14,17 +14,17 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time names load 
     from rco.core.knapsack import Solution as Solution
     from rco.core.knapsack import solve_mckp as solve_mckp
     from rco.core.manifold import BudgetManifold as BudgetManifold
+    from rco.core.objective import Objective as Objective
     from rco.core.optimizer import RiemannianAdam as RiemannianAdam
     from rco.core.optimizer import RiemannianOptimizer as RiemannianOptimizer
     from rco.core.problem import Allocation as Allocation
     from rco.core.problem import AllocationProblem as AllocationProblem
     from rco.core.problem import InfeasibleBudgetError as InfeasibleBudgetError
-    from rco.core.protocols import Objective as Objective
-    from rco.core.protocols import Searcher as Searcher
     from rco.core.result import SearchResult as SearchResult
     from rco.core.result import StepRecord as StepRecord
     from rco.core.search import RCO as RCO
     from rco.core.search import minimize as minimize
+    from rco.core.searcher import Searcher as Searcher
     from rco.models.loading import load as load
 
 # Names load on first use, so that `import rco` is quick and touches no device.
@@ -34,12 +34,12 @@ _EXPORTS = {
     "BudgetManifold": "rco.core.manifold",
     "CompressedModel": "rco.compressed",
     "InfeasibleBudgetError": "rco.core.problem",
-    "Objective": "rco.core.protocols",
+    "Objective": "rco.core.objective",
     "RCO": "rco.core.search",
     "RiemannianAdam": "rco.core.optimizer",
     "RiemannianOptimizer": "rco.core.optimizer",
     "SearchResult": "rco.core.result",
-    "Searcher": "rco.core.protocols",
+    "Searcher": "rco.core.searcher",
     "Solution": "rco.core.knapsack",
     "StepRecord": "rco.core.result",
     "evaluate": "rco.api",

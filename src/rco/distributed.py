@@ -1,4 +1,4 @@
-"""The processes that torchrun starts, as one team: a thin face on torch.distributed.
+"""The processes that torchrun starts, as one team: a thin layer over torch.distributed.
 
 Rank 0 runs the job; the other ranks wait for its calls and take their share of the work. What travels is small
 (gates, gradients, losses), so it goes over gloo between the hosts' memories, whatever device each rank computes on.
@@ -11,19 +11,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from rco.core import evaluation
-from rco.core.evaluation import Request
-from rco.core.protocols import Objective, selection_objective
+from rco.core.objective import Answer, ForwardingObjective, Loss, Objective, Request, as_objective
 
 __all__ = ["RankLostError", "Ranks", "SharedObjective", "is_first_rank", "join", "serve", "shared"]
 
@@ -206,69 +203,61 @@ def _termination_raises() -> Iterator[None]:
 # ---------------------------------------------------------------------- objectives
 
 
-class SharedObjective:
-    """Rank 0's face of an objective that every rank has: requests are answered by all of them.
+class SharedObjective(ForwardingObjective):
+    """Rank 0's view of an objective that every rank has: requests are answered by all ranks.
 
-    Everything but the loss is the objective's own, see :func:`_face_of`.
+    Everything but the losses of many requests is the objective's own.
     """
 
     def __init__(self, objective: Objective, ranks: Ranks, held_back: bool = False) -> None:
-        self._objective, self._ranks, self._held_back = objective, ranks, held_back
-        self.num_batches = objective.num_batches
-
-    @property
-    def selection(self) -> SharedObjective:
-        """The held-back split, shared in the same way."""
-        held_back = selection_objective(self._objective)
-        return _face_of(held_back)(held_back, self._ranks, held_back=True)
-
-    def loss(self, gates: torch.Tensor, batch: int) -> torch.Tensor:
-        """A single loss; rank 0 computes it alone."""
-        return self._objective.loss(gates, batch)
+        super().__init__(objective)
+        self._ranks, self._held_back = ranks, held_back
+        if not held_back:
+            self.selection = SharedObjective(_split(objective, held_back=True), ranks, held_back=True)
 
     def losses(self, requests: Sequence[Request]) -> list[float]:
         """The loss of every request, without gradient."""
         return self._ask("losses", requests)
 
-    def losses_and_gradients(self, requests: Sequence[Request]) -> list[tuple[float, torch.Tensor]]:
+    def losses_and_gradients(self, requests: Iterable[Request]) -> list[Answer]:
         """The loss of every request and its gradient with respect to the gates."""
-        return self._ask("losses_and_gradients", requests)
+        return self._ask("losses_and_gradients", list(requests))
 
     def _ask(self, question: str, requests: Sequence[Request]) -> list[Any]:
         plain = [(gates.detach(), batch) for gates, batch in requests]
         self._ranks.broadcast((self._held_back, question, plain))
-        return _answer(self._objective, self._ranks, question, plain)
+        return _answer(self.objective, self._ranks, question, plain)
 
 
-def _face_of(objective: Objective) -> type[SharedObjective]:
-    """A class with a property for whatever else the objective offers.
-
-    Searches ask with protocols what an objective offers, and from Python 3.12 on these look for attributes without
-    asking ``__getattr__``.
-    """
-    others = [name for name in dir(objective) if name[0] != "_" and not hasattr(SharedObjective, name)]
-    offered = {name: property(attrgetter(f"_objective.{name}")) for name in others if name != "num_batches"}
-    return type("SharedObjective", (SharedObjective,), offered)
+def _split(objective: Objective, held_back: bool) -> Objective:
+    """The objective, or its held-back split if it has one."""
+    return objective.selection if held_back and objective.selection is not None else objective
 
 
 def _answer(objective: Objective, ranks: Ranks, question: str, requests: Sequence[Request]) -> list[Any]:
-    ask: Callable[[Objective, Sequence[Request]], list[Any]] = getattr(evaluation, question)
-    return ranks.map(lambda mine: ask(objective, [requests[item] for item in mine]), len(requests))
+    """The answers of all ranks, in the order of the requests."""
+
+    def ask(mine: Sequence[int]) -> Sequence[Any]:
+        own = [requests[item] for item in mine]
+        return objective.losses(own) if question == "losses" else objective.losses_and_gradients(own)
+
+    return ranks.map(ask, len(requests))
 
 
 @contextmanager
-def shared(objective: Objective, ranks: Ranks) -> Iterator[Objective]:
+def shared(objective: Loss, ranks: Ranks) -> Iterator[Objective]:
     """Rank 0: the objective, answered by all ranks; the others are in :func:`serve` meanwhile."""
     if ranks.count == 1:
-        yield objective
+        yield as_objective(objective)
         return
-    yield _face_of(objective)(objective, ranks)
+    yield SharedObjective(as_objective(objective), ranks)
     # Not after an error: the others notice that rank 0 is gone, and end with it.
     ranks.broadcast(None)
 
 
-def serve(objective: Objective, ranks: Ranks) -> None:
-    """The others: answer what rank 0 asks of the objective, until it is done."""
+def serve(objective: Loss, ranks: Ranks) -> None:
+    """The other ranks: answer rank 0's requests to the objective until it is done."""
+    own = as_objective(objective)
     while (asked := ranks.broadcast(None)) is not None:
         held_back, question, requests = asked
-        _answer(selection_objective(objective) if held_back else objective, ranks, question, requests)
+        _answer(_split(own, held_back), ranks, question, requests)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rco import AllocationProblem
-from rco.baselines.common import Ladder, blocks_of, fill_upwards
-from rco.core.refine import uniform_allocation
+from rco.baselines.block_budgets import blocks_of
+from rco.core.moves import Ladder, fill_upwards, fitting_switches, uniform_allocation
 from rco.testing import random_problem
 
 from .conftest import ErrorsObjective, make, methods
@@ -82,7 +82,7 @@ def test_ladder_agrees_with_the_problem(seed, rng):
                     a < s and s > b for a, s, b in zip(after, spent, problem.unit_budgets, strict=True)
                 )
             continue
-        fits = ladder.fits(choices)
+        fits = fitting_switches(problem, choices)
         for group, option in np.ndindex(fits.shape):
             switched = choices.copy()
             switched[group] = option

@@ -6,9 +6,8 @@ import torch
 
 from rco import AllocationProblem
 from rco.baselines.frank_wolfe import BudgetPolytope, FrankWolfe
-from rco.baselines.lagrangian import PushedWalker
-from rco.core.evaluation import Evaluator
-from rco.core.relaxation import expected_cost
+from rco.baselines.lagrangian import PenalizedOptimizer
+from rco.core.expected_cost import expected_cost
 from rco.testing import random_problem
 
 from .conftest import TableObjective, highs_optimum
@@ -43,20 +42,22 @@ class Distance:
 @pytest.mark.parametrize("sense", ["==", "<="])
 def test_frank_wolfe_converges_to_the_constrained_optimum(sense):
     searcher = FrankWolfe(gates="expected", steps=150, delay=2)
-    process = searcher.begin(problem(sense), Evaluator(Distance()), None)
+    states = []
+    history = searcher.search(problem(sense), Distance(), on_checkpoint=states.append).history
     best = 0.5 * ((optimum() - WANTED) ** 2).sum()
     diameter = 2 * 5  # squared, of the product of five segments in (p, 1 - p)
-    for step in range(searcher.steps):
-        loss = process.advance(step)
-        assert process.p.min() >= 0
-        np.testing.assert_allclose(process.p.sum(axis=1), 1.0, atol=1e-9)
-        spent = float(process.p[:, 1] @ COSTS)
+    assert len(states) == searcher.steps
+    for step, (state, record) in enumerate(zip(states, history, strict=True)):
+        p, loss = state["process"]["p"]["array"].numpy(), record.loss
+        assert p.min() >= 0
+        np.testing.assert_allclose(p.sum(axis=1), 1.0, atol=1e-9)
+        spent = float(p[:, 1] @ COSTS)
         assert spent <= BUDGET + 1e-8
         if sense == "==":
             assert spent == pytest.approx(BUDGET, abs=1e-8)
         if step:
             assert loss - best <= 2 * diameter / (step + 2)  # the textbook rate
-    np.testing.assert_allclose(process.p[:, 1], optimum(), atol=0.05)
+    np.testing.assert_allclose(p[:, 1], optimum(), atol=0.05)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -99,7 +100,7 @@ def test_frank_wolfe_solves_linear_losses(seed):
 
 
 def walk(steps=1000, **settings):
-    walker = PushedWalker(problem(), torch.zeros(5, 2, dtype=torch.float64), lr=0.05, **settings)
+    walker = PenalizedOptimizer(problem(), torch.zeros(5, 2, dtype=torch.float64), lr=0.05, **settings)
     objective = Distance()
     for _ in range(steps):
         loss = objective.loss(torch.softmax(walker.logits, dim=-1), 0)

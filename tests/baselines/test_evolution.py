@@ -7,8 +7,9 @@ import torch
 from rco import AllocationProblem
 from rco.baselines.evoesap import EvoESAP, Sequences
 from rco.baselines.evopress import EvoPress, LevelSwitch
-from rco.core.evaluation import Evaluator
-from rco.core.refine import uniform_allocation
+from rco.core.evaluator import Evaluator
+from rco.core.moves import uniform_allocation
+from rco.core.searcher import SearchRun
 from rco.testing import QuadraticObjective, random_problem, true_optimum
 
 from .conftest import TableObjective, make
@@ -127,8 +128,9 @@ def test_stages_are_the_published_tokens_whatever_a_batch_holds(length, batches)
 def test_scaled_settings_leave_room_for_generations(evaluations):
     objective = QuadraticObjective(6, 3, seed=0, num_batches=80, batch_noise=0.1)
     settings = EvoPress.scaled_to(evaluations)
-    process = EvoPress(**settings).begin(random_problem(0), Evaluator(objective), None)
-    assert process.cost(1) * 50 <= evaluations or settings["offspring"] == 4
+    searcher = EvoPress(**settings)
+    population = searcher.population(SearchRun(searcher, random_problem(0), objective))
+    assert population.cost(1) * 50 <= evaluations or settings["offspring"] == 4
     assert settings["offspring"] >= 4
     assert list(settings["survivors"]) == sorted(settings["survivors"], reverse=True)
     assert list(settings["batches_per_stage"]) == sorted(settings["batches_per_stage"])
@@ -175,7 +177,7 @@ def test_keeps_the_count_and_the_order(fitness):
     process_losses = searcher.search(problem, objective, prior=prior, on_checkpoint=seen.append).history
     sequences = Sequences(problem, prior.numpy(), blocks)
     for state in seen:
-        counts = state["process"]["parent"].numpy()
+        counts = state["process"]["parent"]["array"].numpy()
         kept = sequences.express(counts)
         assert counts.sum() == kept.sum() == 13
         assert follows_the_order(kept, blocks, score)

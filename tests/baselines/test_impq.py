@@ -8,7 +8,7 @@ import torch
 
 from rco import AllocationProblem
 from rco.baselines.impq import IMPQ, Surrogate, fit_surrogate, minimise_surrogate
-from rco.testing import random_problem
+from rco.testing import QuadraticObjective, random_problem
 
 from .conftest import make
 
@@ -130,32 +130,42 @@ def test_search_finds_the_optimum_of_a_pairwise_loss(seed):
     assert result.chosen_from == "impq"
 
 
+def pair_used(searcher, problem):
+    """The low and the high options that a search switches between, from what it evaluates first and last."""
+    seen = []
+
+    class Watched(QuadraticObjective):
+        def losses(self, requests):
+            seen.extend(gates.argmax(dim=1) for gates, _ in requests)
+            return super().losses(requests)
+
+    searcher.search(problem, Watched(problem.num_groups, problem.num_options))
+    return set(seen[problem.num_groups].tolist()), set(seen[0].tolist())
+
+
 def test_options_around_the_budget_and_given_ones():
     problem = AllocationProblem([2, 3, 4, 8], 28, weights=[1] * 8)
-    process = IMPQ().begin(problem, evaluator_of(8, 4), None)
-    assert set(process.low.tolist()) == {1}
-    assert set(process.high.tolist()) == {2}
-    process = IMPQ(pair=(3, 0)).begin(problem, evaluator_of(8, 4), None)
-    assert set(process.low.tolist()) == {0}
-    assert set(process.high.tolist()) == {3}
+    assert pair_used(IMPQ(orders=1), problem) == ({1}, {2})
+    assert pair_used(IMPQ(orders=1, pair=(3, 0)), problem) == ({0}, {3})
     with pytest.raises(ValueError, match="exceeds the budget 28"):
-        IMPQ(pair=(2, 3)).begin(problem, evaluator_of(8, 4), None)
+        pair_used(IMPQ(pair=(2, 3)), problem)
     with pytest.raises(ValueError, match="two of the options"):
-        IMPQ(pair=(2, 4)).begin(problem, evaluator_of(8, 4), None)
-
-
-def evaluator_of(groups, options):
-    from rco.core.evaluation import Evaluator
-    from rco.testing import QuadraticObjective
-
-    return Evaluator(QuadraticObjective(groups, options))
+        pair_used(IMPQ(pair=(2, 4)), problem)
 
 
 def test_too_many_marginals_are_refused_before_any_is_measured():
     problem = AllocationProblem([[0, 1]] * 3000, 1500)
+
+    class Never:
+        num_batches = 1
+
+        def loss(self, gates, batch):
+            raise AssertionError("measured")
+
     with pytest.raises(ValueError, match="16 orders of 3000 groups"):
-        IMPQ().begin(problem, evaluator_of(8, 2), None)
-    assert IMPQ(shrinkage=1.0).begin(problem, evaluator_of(8, 2), None).steps == 16
+        IMPQ().search(problem, Never())
+    with pytest.raises(AssertionError, match="measured"):  # without interactions they are welcome
+        IMPQ(shrinkage=1.0).search(problem, Never())
 
 
 def test_no_time_for_the_milp_is_stated_and_stays_within_budget(monkeypatch):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import rco
+from rco.baselines.block_budgets import share_budget
 from rco.baselines.mxmoe import MxMoE, solve_layer
-from rco.baselines.selection import share_budget
 
 from .conftest import TableObjective
 

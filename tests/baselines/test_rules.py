@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rco import AllocationProblem
-from rco.baselines.selection import RandomPick, TopGlobal, TopPerBlock, share_budget
+from rco.baselines.picks import RandomPick, TopGlobal, TopPerBlock, share_budget
 from rco.baselines.uniform import RandomFill, Uniform, UniformFill
 from rco.testing import QuadraticObjective
 

@@ -1,14 +1,17 @@
 """The proxies predict what they should, and their knapsacks are those of an independent solver."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from rco import AllocationProblem, solve_mckp
+from rco.baselines.first_order import FirstOrder
+from rco.baselines.fisher_information import Fisher
 from rco.baselines.higgs import HIGGS, HIGGSNoise, fit_coefficients
-from rco.baselines.sensitivity import FirstOrder, Fisher, OneAtATime, OutputError
-from rco.core.evaluation import Evaluator
-from rco.core.refine import Candidates
+from rco.baselines.one_at_a_time import OneAtATime
+from rco.baselines.output_error import OutputError
 from rco.testing import QuadraticObjective, random_problem
 
 from .conftest import TableObjective, highs_optimum, make, total
@@ -89,12 +92,15 @@ def test_output_error_minimises_its_table_and_prefers_outputs():
 
 
 def table_of(searcher, problem, objective):
-    evaluator = Evaluator(objective)
-    process = searcher.begin(problem, evaluator, None)
-    for step in range(process.steps):
-        process.advance(step)
-    process.propose(Candidates(problem, evaluator))
-    return process.predicted()
+    tables = []
+
+    class Watched(type(searcher)):
+        def table(self, run):
+            tables.append(super().table(run))
+            return tables[-1]
+
+    Watched(**dataclasses.asdict(searcher)).search(problem, objective)
+    return tables[0].predicted()
 
 
 @pytest.mark.parametrize("base", ["dearest", "uniform"])

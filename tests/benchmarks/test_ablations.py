@@ -7,7 +7,7 @@ import pytest
 import torch
 from ablations import AblationConfig, _Bench, main, plan_ablations, run_ablations
 
-from rco.core.plain import PlainRCO
+from rco.core.search import PlainRCO
 from rco.testing.tiny_models import save_tiny
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rco.core.plain import PRINTED, PlainRCO
+from rco.core.search import PRINTED, PlainRCO
 from rco.pipeline.configs import ComparePruneConfig, CompareQuantizeConfig, PruneConfig, QuantizeConfig
 from rco.store import CandidateStore
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import rco
-from rco.baselines.selection import TopGlobal, TopPerBlock
+from rco.baselines.picks import TopGlobal, TopPerBlock
 from rco.compression.assignment import experts_to_prune
 from rco.compression.budget import Budget
 from rco.compression.compression import Compression
@@ -171,7 +171,7 @@ def test_budgets_of_parameters_and_bytes_bound_what_is_written(name, kind, tmp_p
     problem = backend.problem(Budget.parse(**{kind: limit}))
     solution = rco.solve_mckp(np.random.default_rng(0).random((len(backend.plan.groups), 2)), problem)
     chosen = np.asarray(solution.allocation)
-    chosen = rco.core.refine.spend(problem, chosen, np.zeros((len(chosen), 2)))
+    chosen = rco.core.moves.spend(problem, chosen, np.zeros((len(chosen), 2)))
     # Nothing more would have fitted, and what was written obeys.
     assert weights.fixed + problem.units(chosen)[0] <= limit
     assert weights.fixed + problem.units(chosen)[0] + min(weights.per_expert) > limit

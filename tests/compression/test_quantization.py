@@ -23,7 +23,7 @@ from rco.compression.plan import make_plan
 from rco.compression.priors import logits_from_losses
 from rco.compression.second_order import curvature, predicted_losses
 from rco.compression.switched_model import SwitchedModel
-from rco.core.refine import spend
+from rco.core.moves import spend
 from rco.data.calibration import CalibrationSet
 from rco.evaluation.size import average_bits, checkpoint_size
 from rco.export.compressed_tensors import CompressedTensorsExporter

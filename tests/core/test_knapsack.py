@@ -15,8 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rco.core import knapsack_plan
-from rco.core.knapsack import BatchSolution, Solution, solve_choices, solve_mckp
+from rco.core.knapsack import BatchSolution, Solution, single_budget, solve_choices, solve_mckp
 from rco.core.problem import AllocationProblem
 
 
@@ -322,24 +321,24 @@ def test_a_result_over_budget_is_an_internal_error(monkeypatch):
     problem = AllocationProblem([0, 1], 1, np.ones(3, dtype=int))
 
     def spendthrift(self, values, problem, max_states):
-        return knapsack_plan.Choices(
+        return single_budget.Choices(
             np.ones((1, 3), dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1)
         )
 
-    monkeypatch.setattr(knapsack_plan.Plans, "solve", spendthrift)
+    monkeypatch.setattr(single_budget.Plans, "solve", spendthrift)
     with pytest.raises(RuntimeError, match="exceeded a budget"):
         solve_mckp(np.zeros((3, 2)), problem)
 
 
 def test_preparation_leaves_with_its_problem():
     gc.collect()
-    before = len(knapsack_plan._PLANS)
+    before = len(single_budget._PLANS)
     problem, values = _qwen(7)
     solve_mckp(values, problem)
-    assert len(knapsack_plan._PLANS) == before + 1
+    assert len(single_budget._PLANS) == before + 1
     del problem
     gc.collect()
-    assert len(knapsack_plan._PLANS) == before
+    assert len(single_budget._PLANS) == before
 
 
 def test_importing_compiles_nothing():
@@ -348,15 +347,15 @@ def test_importing_compiles_nothing():
 
 
 def test_without_a_place_for_the_cache_compilation_goes_on(monkeypatch, caplog):
-    from rco.core import knapsack_dual
+    from rco.core import jit
 
     def njit(function, cache=False, **options):
         if cache:
             raise RuntimeError("no locator available")
         return function
 
-    monkeypatch.setattr(knapsack_dual, "njit", njit)
-    assert knapsack_dual.entry(len) is len
+    monkeypatch.setattr(jit, "njit", njit)
+    assert jit.entry(len) is len
     assert "no locator available" in caplog.text
 
 

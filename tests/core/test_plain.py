@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from rco import AllocationProblem
-from rco.core.plain import PRINTED, PlainRCO
-from rco.core.relaxation import batch_order, gumbel_noise
-from rco.core.search import RCO
+from rco.core.sampling import batch_order, gumbel_noise
+from rco.core.search import PRINTED, RCO, PlainRCO
 from rco.testing import QuadraticObjective
 
 COSTS, WEIGHTS, BUDGET = np.array([2.0, 3.0, 5.0, 8.0]), np.array([3.0, 1.0, 2.0, 4.0, 1.0]), 40.0
@@ -87,7 +86,9 @@ def test_every_step_is_that_of_the_printed_algorithm(started):
     trace, choices = algorithm_1(objective, start, temperatures, 2, 0.2, 5)
     for state, logits in zip(states, trace, strict=True):
         # A constant added to a group's logits changes nothing.
-        found, expected = (torch.log_softmax(each, 1) for each in (state["process"]["logits"], logits))
+        found, expected = (
+            torch.log_softmax(each, 1) for each in (state["process"]["optimizer"]["logits"], logits)
+        )
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     assert result.allocation.tolist() == choices.tolist()
     assert (result.method, result.chosen_from, list(result.candidates)) == ("rco-plain", "final", ["final"])

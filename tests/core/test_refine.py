@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rco
-from rco.core.evaluation import Evaluator
-from rco.core.refine import SampleTracker, refine, spend, uniform_allocation
+from rco.core.choice import SampleTracker
+from rco.core.evaluator import Evaluator
+from rco.core.moves import spend, uniform_allocation
+from rco.core.refine import refine
 from rco.testing import QuadraticObjective, enumerate_feasible, random_problem, true_optimum
 
 

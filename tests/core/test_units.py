@@ -72,7 +72,7 @@ def _searched(problem, seed):
         proxy=losses,
         on_checkpoint=states.append,
     )
-    return list(result.allocation), result.loss, states[-1]["process"]["logits"]
+    return list(result.allocation), result.loss, states[-1]["process"]["optimizer"]["logits"]
 
 
 @pytest.mark.parametrize("sense", ["==", "<="])

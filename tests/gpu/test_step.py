@@ -10,7 +10,7 @@ from expert_cases import experts_case
 
 from rco.bench.step_bench import expected_bytes, run, run_memory
 from rco.bench.timing import measure
-from rco.core.transfer import send
+from rco.core.async_copy import send
 from rco.formats.streaming import pinned
 from rco.losses import chunked_kl
 from rco.testing.search_cases import make_case, sample_of, sampled_gates

@@ -11,24 +11,33 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from torch import Tensor
 
-from rco.baselines.common import HasAcceptance, Ladder, blocks_of, spent_and_budget
-from rco.baselines.evolution import Evolution, EvolutionProcess
-from rco.core.evaluation import Evaluator
+from rco.baselines.block_budgets import blocks_of
+from rco.baselines.evolution import Evolution, Population
 from rco.core.knapsack import knapsack
+from rco.core.moves import Ladder, unspent
 from rco.core.problem import AllocationProblem
-from rco.core.process import Process
+from rco.core.searcher import SearchRun
 
 __all__ = ["EvoESAP", "Sequences"]
 
 
 class Sequences:
-    """Every block's upgrades in order; a genome counts how many of them each block has taken."""
+    """Every block's upgrades in order; a genome counts how many of them each block has taken.
 
-    def __init__(self, problem: AllocationProblem, scores: np.ndarray, blocks: np.ndarray) -> None:
+    Args:
+        problem: Costs and budgets.
+        scores: (N, K), higher is better.
+        blocks: (N,) block numbers from 0.
+        counted: Begin with the minimum counts instead of the cheapest options.
+    """
+
+    def __init__(
+        self, problem: AllocationProblem, scores: np.ndarray, blocks: np.ndarray, counted: bool = False
+    ) -> None:
         self.problem, self.ladder = problem, Ladder(problem)
-        self.cheapest = self.ladder.at("cheapest")
+        lowest = np.where(self.ladder.rung == 0, scores, -np.inf).argmax(axis=1)
+        self.cheapest = self.ladder.start("cheapest", scores) if counted else lowest
         self._upgrades = [
             self._sequence(np.flatnonzero(blocks == block), scores) for block in range(int(blocks.max()) + 1)
         ]
@@ -52,7 +61,6 @@ class Sequences:
 
         waiting: list[tuple[float, int, int]] = []
         for group in members.tolist():
-            self.cheapest[group] = best_on(group, 0)
             push(group, int(self.cheapest[group]))
         taken = []
         while waiting:
@@ -74,13 +82,15 @@ class Sequences:
 
     def counts(self, choices: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         """How many upgrades an allocation has in every block."""
-        levels = self.ladder.rung[np.arange(len(choices)), choices]
+        groups = np.arange(len(choices))
+        levels = self.ladder.rung[groups, choices] - self.ladder.rung[groups, self.cheapest]
+        levels = np.maximum(levels, 0)
         return np.bincount(blocks, weights=levels, minlength=len(self.lengths)).astype(np.int64)
 
     def fill(self, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """One more upgrade for blocks in random order, again and again, while any is affordable."""
-        spent, budget = spent_and_budget(self.problem, self.express(counts))
-        if len(budget) == 1 and spent[0] == budget[0]:
+        left = unspent(self.problem, self.express(counts))
+        if len(left) == 1 and left[0] == 0:
             return counts  # every upgrade costs something
         counts = counts.copy()
         waiting = np.arange(len(counts))
@@ -114,23 +124,33 @@ class Sequences:
         return None
 
 
-class _EvoESAP(EvolutionProcess):
-    def __init__(
-        self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None, settings: EvoESAP
-    ) -> None:
-        super().__init__(problem, evaluator, prior, settings)
+class _BlockCounts(Population):
+    """Genomes are counts of upgrades per block."""
+
+    def __init__(self, run: SearchRun, settings: EvoESAP) -> None:
+        super().__init__(run, settings)
+        objective = run.evaluator.objective
         self.by_acceptance = settings.fitness == "acceptance"
-        if self.by_acceptance and not isinstance(evaluator.objective, HasAcceptance):
+        if self.by_acceptance and not objective.offers("acceptance"):
             raise ValueError(
                 f'fitness="acceptance" needs an objective with an acceptance(gates, batch), which '
-                f'{type(evaluator.objective).__name__} does not offer; use fitness="loss".'
+                f'{objective.described} does not offer; use fitness="loss".'
             )
-        blocks = blocks_of(problem, evaluator.objective, settings.blocks)
-        self.sequences = Sequences(problem, self.scores().numpy(), blocks)
-        self.notes["blocks_searched"] = len(self.sequences.lengths)
-        self.start = self._feasible_start(blocks)
+        blocks = blocks_of(self.problem, objective, settings.blocks)
+        self.sequences = Sequences(self.problem, run.scores().numpy(), blocks)
+        start = self._feasible_start(blocks)
+        if start is None and self.problem.min_counts is not None:
+            self.sequences = Sequences(self.problem, run.scores().numpy(), blocks, counted=True)
+            start = self._feasible_start(blocks)
+        if start is None:
+            raise ValueError(
+                "evoesap takes the groups of a block in the order of their score, and found no counts per block "
+                "whose allocation keeps the joint budgets; search over single groups instead, by rco or evopress."
+            )
+        self.start = start
+        run.notes["blocks_searched"] = len(self.sequences.lengths)
 
-    def _feasible_start(self, blocks: np.ndarray) -> np.ndarray:
+    def _feasible_start(self, blocks: np.ndarray) -> np.ndarray | None:
         """The largest equal share of every block's sequence; else the prior's knapsack, block by block."""
         lengths = self.sequences.lengths
         most = int(lengths.max())
@@ -138,13 +158,8 @@ class _EvoESAP(EvolutionProcess):
             counts = lengths * share // max(most, 1)
             if self.sequences.feasible(counts):
                 return np.asarray(counts)
-        counts = self.sequences.counts(knapsack(self.scores(), self.problem), blocks)
-        if not self.sequences.feasible(counts):
-            raise ValueError(
-                "evoesap takes the groups of a block in the order of their score, and found no counts per block "
-                "whose allocation keeps the joint budgets; search over single groups instead, by rco or evopress."
-            )
-        return counts
+        counts = self.sequences.counts(knapsack(self.run.scores(), self.problem), blocks)
+        return counts if self.sequences.feasible(counts) else None
 
     def initial_genomes(self, rng: np.random.Generator, count: int) -> list[np.ndarray]:
         """The equal share, with what is left given to blocks in random order."""
@@ -161,11 +176,8 @@ class _EvoESAP(EvolutionProcess):
     def fitness(self, genome: np.ndarray, batches: list[int]) -> float:
         if not self.by_acceptance:
             return super().fitness(genome, batches)
-        objective = self.evaluator.objective
-        assert isinstance(objective, HasAcceptance)
-        choices = self.express(genome)
-        options = self.problem.num_options
-        return -float(self.evaluator.measure(objective.acceptance, choices, options, batches).mean())
+        accepted, options = self.evaluator.objective.acceptance, self.problem.num_options
+        return -float(self.evaluator.measure(accepted, self.express(genome), options, batches).mean())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +187,7 @@ class EvoESAP(Evolution):
     Args:
         fitness: "loss", or "acceptance": the share of the compressed model's tokens that the full model would
             accept, if the objective offers it. The final choice is by loss in either case.
-        blocks: Block of every group; None: what the objective, the problem or its labels say.
+        blocks: Block of every group; None: those of the objective, of the problem or of its labels.
     """
 
     name: ClassVar[str] = "evoesap"
@@ -193,6 +205,6 @@ class EvoESAP(Evolution):
         if self.fitness not in ("loss", "acceptance"):
             raise ValueError(f'fitness must be "loss" or "acceptance", got {self.fitness!r}.')
 
-    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
-        """Evolution over counts."""
-        return _EvoESAP(problem, evaluator, prior, self)
+    def population(self, run: SearchRun) -> Population:
+        """Counts per block."""
+        return _BlockCounts(run, self)

@@ -6,21 +6,18 @@ What a genome is, how it mutates and how it becomes an allocation is left to the
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from rco.baselines.common import HasTokens, generator
-from rco.core.evaluation import Evaluator
-from rco.core.problem import AllocationProblem
-from rco.core.process import BudgetedSearch, Process
-from rco.core.refine import Candidates
+from rco.core.choice import Candidates
+from rco.core.evaluator import Evaluator
+from rco.core.result import SearchResult
+from rco.core.sampling import generator
+from rco.core.searcher import BudgetedSearch, SearchRun, SearchState
 
-__all__ = ["Evolution", "EvolutionProcess"]
+__all__ = ["Evolution", "Population"]
 
 # A mutation that cannot be completed is drawn anew this often before the parent counts as stuck.
 _TRIES = 32
@@ -94,22 +91,43 @@ class Evolution(BudgetedSearch):
         """Batches per stage, at most all."""
         objective, counts = evaluator.objective, self.batches_per_stage
         if counts is None:
-            held = objective.tokens_per_batch if isinstance(objective, HasTokens) else _BATCH
+            held = objective.tokens_per_batch or _BATCH
             counts = tuple(-(-tokens // held) for tokens in self.tokens_per_stage)
         return [min(count, objective.num_batches) for count in counts]
 
+    @abstractmethod
+    def population(self, run: SearchRun) -> Population:
+        """The method's genomes and mutations."""
 
-class EvolutionProcess(Process):
-    """The parent, and one generation at a time. Genomes are integer vectors."""
+    def loop(self, run: SearchRun) -> SearchResult:
+        """The initial choice as the first step, then one generation per step; the fittest becomes the parent."""
+        state = run.resume(self.population(run))
+        planned = 1 + run.planned(self.generations, state.cost(1))
+        with run.allowance():
+            for step in run.steps(planned, state.cost):
+                if state.stuck:
+                    break
+                draw = generator(self.seed, _BATCHES, step)
+                available = run.evaluator.objective.num_batches
+                batches = [draw.permutation(available)[:count].tolist() for count in state.stages]
+                if step == 0:
+                    genomes = state.initial_genomes(generator(self.seed, _INITIAL), self.initial)
+                    state.parent, loss = state.select(genomes, batches[0], 1)[0]
+                else:
+                    state.parent, loss = state.generation(step, batches)
+                run.record(loss)
+        return run.choose()
 
-    settings: Evolution
 
-    def __init__(
-        self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None, settings: Evolution
-    ) -> None:
-        super().__init__(problem, evaluator, prior)
+class Population(SearchState):
+    """The parent, and what a method does to it. Genomes are integer vectors."""
+
+    saved = ("parent", "stuck")
+
+    def __init__(self, run: SearchRun, settings: Evolution) -> None:
+        super().__init__(run)
         self.settings = settings
-        self.stages = settings.stage_batches(evaluator)
+        self.stages = settings.stage_batches(run.evaluator)
         self.parent: np.ndarray | None = None
         self.stuck = False
 
@@ -129,22 +147,12 @@ class EvolutionProcess(Process):
 
     def fitness(self, genome: np.ndarray, batches: list[int]) -> float:
         """Mean loss on some batches; lower is better."""
-        return float(self.losses(self.express(genome), batches).mean())
+        return float(self.run.losses(self.express(genome), batches).mean())
 
-    # The loop.
-
-    @property
-    def steps(self) -> int:
-        """The generations, and the initial choice as the first step."""
-        return 1 + self.planned(self.settings.generations, self.cost(1))
-
-    @property
-    def done(self) -> bool:
-        """Whether the parent has no neighbour."""
-        return self.stuck
+    # What all methods share.
 
     def cost(self, step: int) -> int:
-        """At most this many, less for mutants that occur twice."""
+        """At most this many evaluations, less for mutants that occur twice."""
         if step == 0:
             return self.stages[0] * self.settings.initial
         contestants, total = self.settings.offspring, 0
@@ -153,16 +161,8 @@ class EvolutionProcess(Process):
             contestants = min(contestants, survivors)
         return total
 
-    def advance(self, step: int) -> float:
-        """One generation; the fittest becomes the parent."""
-        seed = self.settings.seed
-        draw = generator(seed, _BATCHES, step)
-        available = self.evaluator.objective.num_batches
-        batches = [draw.permutation(available)[:count].tolist() for count in self.stages]
-        if step == 0:
-            genomes = self.initial_genomes(generator(seed, _INITIAL), self.settings.initial)
-            self.parent, loss = self._select(genomes, batches[0], 1)[0]
-            return loss
+    def generation(self, step: int, batches: list[list[int]]) -> tuple[np.ndarray, float]:
+        """The fittest of the parent and its offspring, and its loss, by selection in stages."""
         assert self.parent is not None
         contestants = self._offspring(step)
         if not contestants:
@@ -170,10 +170,9 @@ class EvolutionProcess(Process):
         for stage, (survivors, some) in enumerate(zip(self.settings.survivors, batches, strict=True)):
             if stage == len(batches) - 1:
                 contestants = [self.parent, *contestants]  # ties keep the parent
-            ranked = self._select(contestants, some, survivors)
+            ranked = self.select(contestants, some, survivors)
             contestants = [genome for genome, _ in ranked]
-        self.parent, loss = ranked[0]
-        return loss
+        return ranked[0]
 
     def _offspring(self, step: int) -> list[np.ndarray]:
         assert self.parent is not None
@@ -192,25 +191,16 @@ class EvolutionProcess(Process):
                 break
         return list(offspring.values())
 
-    def _select(
+    def select(
         self, genomes: list[np.ndarray], batches: list[int], count: int
     ) -> list[tuple[np.ndarray, float]]:
+        """The fittest genomes and their losses."""
         losses = [self.fitness(genome, batches) for genome in genomes]
         order = sorted(range(len(genomes)), key=lambda i: losses[i])
         return [(genomes[i], losses[i]) for i in order[:count]]
 
     def propose(self, candidates: Candidates) -> None:
         """The last parent."""
-        self.notes["stage_batches"] = self.stages
+        self.run.notes["stage_batches"] = self.stages
         if self.parent is not None:
-            candidates.add("fittest", self.express(self.parent), self.scores())
-
-    def state(self) -> dict[str, Any]:
-        """The parent."""
-        parent = None if self.parent is None else torch.from_numpy(self.parent.copy())
-        return {"parent": parent, "stuck": self.stuck}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state`."""
-        self.parent = None if state["parent"] is None else state["parent"].numpy().copy()
-        self.stuck = state["stuck"]
+            candidates.add("fittest", self.express(self.parent), self.run.scores())

@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
-from torch import Tensor
 
-from rco.baselines.common import Ladder, fill_upwards, spent_and_budget
-from rco.baselines.evolution import Evolution, EvolutionProcess
-from rco.core.evaluation import Evaluator
+from rco.baselines.evolution import Evolution, Population
 from rco.core.knapsack import knapsack
+from rco.core.moves import Ladder, cost_changes, fill_upwards, fitting_switches, uniform_allocation, unspent
 from rco.core.problem import AllocationProblem
-from rco.core.process import Process
-from rco.core.refine import uniform_allocation
+from rco.core.searcher import SearchRun
 
 __all__ = ["EvoPress", "LevelSwitch"]
 
@@ -44,8 +41,8 @@ class LevelSwitch:
         mutant = self._raise_first(choices, rng) if raises else self._lower_first(choices, rng)
         if mutant is not None and self.problem.monotone:
             mutant = self._use_up(choices, mutant, rng)
-        floors = self.problem.floors
-        return None if mutant is not None and floors is not None and not floors.met(mutant) else mutant
+        counts = self.problem.min_counts
+        return None if mutant is not None and counts is not None and not counts.met(mutant) else mutant
 
     def _raise_first(self, choices: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
         raised = self._draw(self.ladder.neighbours(choices, 1), rng)
@@ -53,11 +50,11 @@ class LevelSwitch:
             return None
         mutant = choices.copy()
         mutant[raised[0]] = raised[1]
-        owed = self.ladder.change(choices)[:, raised[0], raised[1]]
+        owed = cost_changes(self.problem, choices)[:, raised[0], raised[1]]
         while self._over(mutant):
             possible = self.ladder.neighbours(mutant, -1) & self.ladder.relieves(mutant)
             possible[raised[0]] = False
-            lowered = self._draw(self._balancing(possible, self.ladder.change(mutant), -owed), rng)
+            lowered = self._draw(self._balancing(possible, cost_changes(self.problem, mutant), -owed), rng)
             if lowered is None:
                 return None
             mutant[lowered[0]] = lowered[1]
@@ -73,10 +70,10 @@ class LevelSwitch:
             return None
         if not self.problem.monotone and rng.integers(2):
             return mutant  # where dearer may be worse, spending less is a neighbour too
-        freed = self.ladder.change(choices)[:, lowered[0], lowered[1]]
-        possible = self.ladder.neighbours(mutant, 1) & self.ladder.fits(mutant)
+        freed = cost_changes(self.problem, choices)[:, lowered[0], lowered[1]]
+        possible = self.ladder.neighbours(mutant, 1) & fitting_switches(self.problem, mutant)
         possible[lowered[0]] = False
-        raised = self._draw(self._balancing(possible, self.ladder.change(mutant), -freed), rng)
+        raised = self._draw(self._balancing(possible, cost_changes(self.problem, mutant), -freed), rng)
         if raised is not None:
             mutant[raised[0]] = raised[1]
         elif self.problem.monotone:
@@ -87,7 +84,7 @@ class LevelSwitch:
         """Raise untouched groups at random while something fits, so that unequal costs do not eat the budget."""
         rung, groups = self.ladder.rung, np.arange(len(mutant))
         while True:
-            possible = self.ladder.neighbours(mutant, 1) & self.ladder.fits(mutant)
+            possible = self.ladder.neighbours(mutant, 1) & fitting_switches(self.problem, mutant)
             possible[rung[groups, mutant] < rung[groups, before]] = False
             raised = self._draw(possible, rng)
             if raised is None:
@@ -95,8 +92,7 @@ class LevelSwitch:
             mutant[raised[0]] = raised[1]
 
     def _over(self, choices: np.ndarray) -> bool:
-        spent, budget = spent_and_budget(self.problem, choices)
-        return bool((spent > budget).any())
+        return bool((unspent(self.problem, choices) < 0).any())
 
     def _balancing(self, possible: np.ndarray, change: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """Those of the possible switches that change the cost by exactly what is wanted, if there are any."""
@@ -116,17 +112,17 @@ class LevelSwitch:
         return group, int(options[rng.integers(options.size)])
 
 
-class _EvoPress(EvolutionProcess):
-    def __init__(
-        self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None, settings: EvoPress
-    ) -> None:
-        super().__init__(problem, evaluator, prior, settings)
-        self.switch = LevelSwitch(problem, settings.partners)
-        self.start = uniform_allocation(problem)
+class _Allocations(Population):
+    """Genomes are allocations."""
+
+    def __init__(self, run: SearchRun, settings: EvoPress) -> None:
+        super().__init__(run, settings)
+        self.switch = LevelSwitch(self.problem, settings.partners)
+        self.start = uniform_allocation(self.problem)
 
     def initial_genomes(self, rng: np.random.Generator, count: int) -> list[np.ndarray]:
         """The prior's knapsack if there is one, and random mixtures of the two options around the budget."""
-        first = [] if self.prior is None else [knapsack(self.prior, self.problem)]
+        first = [] if self.run.prior is None else [knapsack(self.run.prior, self.problem)]
         found = {genome.tobytes(): genome for genome in first}
         for _ in range(count - len(first)):
             genome = fill_upwards(self.switch.ladder, self.start, rng.permutation(self.problem.num_groups))
@@ -159,6 +155,6 @@ class EvoPress(Evolution):
         if self.partners not in ("any", "size"):
             raise ValueError(f'partners must be "size" or "any", got {self.partners!r}.')
 
-    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
-        """Evolution over whole allocations."""
-        return _EvoPress(problem, evaluator, prior, self)
+    def population(self, run: SearchRun) -> Population:
+        """Whole allocations."""
+        return _Allocations(run, self)

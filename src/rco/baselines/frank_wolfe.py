@@ -7,21 +7,21 @@ can only be asked at one-hot gates the gradient is the straight-through one, at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rco.baselines.common import Ladder, draw_feasible
-from rco.core.evaluation import Evaluator, one_hot
+from rco.core.choice import Candidates, SampleTracker
 from rco.core.knapsack import knapsack
+from rco.core.moves import Ladder
+from rco.core.objective import one_hot
 from rco.core.problem import AllocationProblem
-from rco.core.process import BudgetedSearch, Process
-from rco.core.refine import Candidates, SampleTracker
-from rco.core.relaxation import batch_order
+from rco.core.result import SearchResult
+from rco.core.sampling import batch_order, draw_feasible
+from rco.core.searcher import BudgetedSearch, SearchRun, SearchState
 
 __all__ = ["BudgetPolytope", "FrankWolfe"]
 
@@ -94,81 +94,26 @@ class BudgetPolytope:
         return np.asarray(p)
 
 
-class _FrankWolfe(Process):
-    own_candidates = 2
+class _Iterate(SearchState):
+    """The probabilities and the running mean of the gradient."""
 
-    def __init__(
-        self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None, settings: FrankWolfe
-    ) -> None:
-        super().__init__(problem, evaluator, prior)
-        self.settings = settings
-        self.polytope = BudgetPolytope(problem)
-        self.p = self.polytope.start(self.scores())
+    saved = ("p", "slope", "best")
+    candidates = 2
+
+    def __init__(self, run: SearchRun, polytope: BudgetPolytope) -> None:
+        super().__init__(run)
+        self.p = polytope.start(run.scores())
         self.slope = np.zeros_like(self.p)
-        self.best = SampleTracker(evaluator.objective.num_batches)
+        self.best = SampleTracker(run.evaluator.objective.num_batches)
 
-    @property
-    def steps(self) -> int:
-        return self.planned(self.settings.steps, self.cost(0))
-
-    def _points(self) -> int:
-        return 1 if self.settings.gates == "expected" else self.settings.samples
-
-    def cost(self, step: int) -> int:
-        return 3 * self._points() * self.settings.batches_per_sample
-
-    def advance(self, step: int) -> float:
-        settings = self.settings
-        sampled = settings.gates == "sampled"
-        drawn = self._draw(step) if sampled else None
-        gradients, losses = [], []
-        for j in range(self._points()):
-            gates = torch.from_numpy(self.p) if drawn is None else one_hot(drawn[j], self.problem.num_options)
-            position = (step * self._points() + j) * settings.batches_per_sample
-            batches = batch_order(
-                self.evaluator.objective.num_batches,
-                seed=settings.seed,
-                first=position,
-                count=settings.batches_per_sample,
-            )
-            loss, gradient = self.evaluator.loss_and_gradient(gates, batches)
-            losses.append(loss)
-            gradients.append(gradient.numpy())
-            if drawn is not None:
-                self.best.see(drawn[j], batches, loss)
-        # The gradient's own average, so that the noise of single samples does not choose vertices.
-        weight = 1.0 if not sampled or step == 0 else 1.0 / (1.0 + step) ** settings.averaging
-        self.slope = (1.0 - weight) * self.slope + weight * np.mean(gradients, axis=0)
-        vertex = self.polytope.minimise(self.slope)
-        rate = 2.0 / (step + settings.delay)
-        self.p = (1.0 - rate) * self.p + rate * vertex
-        return float(np.mean(losses))
-
-    def _draw(self, step: int) -> np.ndarray:
-        """Feasible samples of the iterate: knapsacks of perturbed log-probabilities."""
-        log_p = torch.from_numpy(np.log(np.maximum(self.p, _LEAST)))
-        settings = self.settings
-        choices, _ = draw_feasible(
-            log_p, self.problem, seed=settings.seed, step=step, samples=settings.samples
-        )
-        return choices
+    def log_p(self) -> Tensor:
+        return torch.from_numpy(np.log(np.maximum(self.p, _LEAST)))
 
     def propose(self, candidates: Candidates) -> None:
-        log_p = torch.from_numpy(np.log(np.maximum(self.p, _LEAST)))
+        log_p = self.log_p()
         candidates.add("rounded", knapsack(log_p, self.problem), log_p)
         if self.best.choices is not None:
             candidates.add("best sample", self.best.choices, log_p)
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "p": torch.from_numpy(self.p.copy()),
-            "slope": torch.from_numpy(self.slope.copy()),
-            "best": self.best.state(),
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.p, self.slope = state["p"].numpy().copy(), state["slope"].numpy().copy()
-        self.best.load(state["best"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +146,41 @@ class FrankWolfe(BudgetedSearch):
         if self.gates not in ("sampled", "expected"):
             raise ValueError(f'gates must be "sampled" or "expected", got {self.gates!r}.')
 
-    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
-        """Start at the prior's probabilities."""
-        return _FrankWolfe(problem, evaluator, prior, self)
+    def loop(self, run: SearchRun) -> SearchResult:
+        """Gradient, vertex, step towards it."""
+        problem, polytope = run.problem, BudgetPolytope(run.problem)
+        sampled = self.gates == "sampled"
+        points = self.samples if sampled else 1
+        cost = 3 * points * self.batches_per_sample
+        state = run.resume(_Iterate(run, polytope))
+        with run.allowance():
+            for step in run.steps(run.planned(self.steps, cost), cost):
+                drawn = None
+                if sampled:  # feasible samples of the iterate: knapsacks of perturbed log-probabilities
+                    drawn, _ = draw_feasible(
+                        state.log_p(), problem, seed=self.seed, step=step, samples=points
+                    )
+                gradients, losses = [], []
+                for j in range(points):
+                    gates = (
+                        torch.from_numpy(state.p) if drawn is None else one_hot(drawn[j], problem.num_options)
+                    )
+                    batches = batch_order(
+                        run.evaluator.objective.num_batches,
+                        seed=self.seed,
+                        first=(step * points + j) * self.batches_per_sample,
+                        count=self.batches_per_sample,
+                    )
+                    loss, gradient = run.evaluator.loss_and_gradient(gates, batches)
+                    losses.append(loss)
+                    gradients.append(gradient.numpy())
+                    if drawn is not None:
+                        state.best.see(drawn[j], batches, loss)
+                # A running mean of the gradient, so that the noise of single samples does not choose vertices.
+                weight = 1.0 if not sampled or step == 0 else 1.0 / (1.0 + step) ** self.averaging
+                state.slope = (1.0 - weight) * state.slope + weight * np.mean(gradients, axis=0)
+                vertex = polytope.minimise(state.slope)
+                rate = 2.0 / (step + self.delay)
+                state.p = (1.0 - rate) * state.p + rate * vertex
+                run.record(float(np.mean(losses)))
+        return run.choose()

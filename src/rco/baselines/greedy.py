@@ -7,19 +7,17 @@ others are taken, that is exactly the greedy choice; ``lazy=False`` measures all
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from rco.baselines.common import Ladder, spent_and_budget
-from rco.core.evaluation import Evaluator
-from rco.core.problem import AllocationProblem
-from rco.core.process import BudgetedSearch, Process, some_batches
-from rco.core.refine import Candidates
+from rco.core.choice import Candidates
+from rco.core.knapsack import knapsack
+from rco.core.moves import Ladder, cost_changes, fitting_switches, unspent
+from rco.core.result import SearchResult
+from rco.core.searcher import BudgetedSearch, SearchRun, SearchState
 
 __all__ = ["Greedy", "GreedyDown"]
 
@@ -27,45 +25,26 @@ __all__ = ["Greedy", "GreedyDown"]
 _MEASUREMENTS_PER_STEP = 3
 
 
-class _Greedy(Process):
-    """Choices so far, and what is known of the switches from here."""
+class _Climb(SearchState):
+    """Choices so far, and the known gains of the switches from here."""
 
+    saved = ("choices", "batches", "loss", "gain", "measured_at", "over")
     direction = 1
     start = "cheapest"
 
-    def __init__(
-        self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None, settings: Greedy
-    ) -> None:
-        super().__init__(problem, evaluator, prior)
+    def __init__(self, run: SearchRun, settings: Greedy) -> None:
+        super().__init__(run)
         self.settings = settings
-        self.ladder = Ladder(problem)
+        self.ladder = Ladder(self.problem)
         self.ladder.require_order(settings.name)
-        self.choices = self._first()
-        self.groups = np.arange(problem.num_groups)
+        self.choices = self.ladder.start(self.start, run.scores().numpy())
+        self.groups = np.arange(self.problem.num_groups)
         self.batches: list[int] | None = None
         self.loss = np.inf
-        shape = (problem.num_groups, problem.num_options)
+        shape = (self.problem.num_groups, self.problem.num_options)
         self.gain = np.full(shape, np.nan)  # decrease of the loss, when it was last measured
         self.measured_at = np.full(shape, -1, dtype=np.int64)
         self.over = False
-
-    def _first(self) -> np.ndarray:
-        """Every group at the same end; where floors forbid the cheap end, the best scores fill them."""
-        choices = self.ladder.at(self.start)
-        floors = self.problem.floors
-        if floors is None or floors.met(choices):
-            return choices
-        scores = self.scores().numpy() - 1e300 * (self.ladder.rung > 0)
-        values = np.where(self.problem.allowed, scores, -np.inf)
-        return np.asarray(floors.enforce(values[None])[0].argmax(axis=1), dtype=np.int64)
-
-    @property
-    def steps(self) -> int:
-        return int(self.ladder.top.sum())
-
-    @property
-    def done(self) -> bool:
-        return self.over or not self.moves().any()
 
     def cost(self, step: int) -> int:
         """The first step measures every switch; how many the later ones measure is not known."""
@@ -73,7 +52,9 @@ class _Greedy(Process):
 
     def moves(self) -> np.ndarray:
         """(N, K) the switches that may be taken now."""
-        return np.asarray(self.ladder.neighbours(self.choices, 1) & self.ladder.fits(self.choices))
+        return np.asarray(
+            self.ladder.neighbours(self.choices, 1) & fitting_switches(self.problem, self.choices)
+        )
 
     def price(self) -> np.ndarray:
         """(N, K) positive cost that a gain is measured against."""
@@ -85,11 +66,9 @@ class _Greedy(Process):
         """Whether the best switch is not worth taking."""
         return not self.problem.monotone and gain <= 0
 
-    def advance(self, step: int) -> float:
-        if self.batches is None:
-            self.batches = some_batches(self.evaluator, self._batches_affordable(), self.settings.seed)
-        if not np.isfinite(self.loss):
-            self.loss = float(self.losses(self.choices, self.batches).mean())
+    def best_move(self, step: int) -> tuple[int, int]:
+        """The switch that gains most per cost, measured at this step."""
+        assert self.batches is not None
         moves, price = self.moves(), self.price()
         while True:
             # What was never measured comes first.
@@ -98,24 +77,22 @@ class _Greedy(Process):
             stale = moves & (self.measured_at < step)
             if not self.settings.lazy and stale.any():
                 rate = np.where(stale, np.inf, rate)
-            group, option = np.unravel_index(int(rate.argmax()), rate.shape)
+            group, option = (int(k) for k in np.unravel_index(int(rate.argmax()), rate.shape))
             if not stale[group, option]:
-                break
+                return group, option
             switched = self.choices.copy()
             switched[group] = option
-            self.gain[group, option] = self.loss - float(self.losses(switched, self.batches).mean())
+            self.gain[group, option] = self.loss - float(self.run.losses(switched, self.batches).mean())
             self.measured_at[group, option] = step
-        gain = float(self.gain[group, option])
-        if self.refuses(gain):
-            self.over = True
-            return self.loss
+
+    def take(self, group: int, option: int) -> None:
+        """Switch a group; what was known of its other switches is void."""
+        self.loss -= float(self.gain[group, option])
         self.choices = self.choices.copy()
         self.choices[group] = option
-        self.loss -= gain
         self.gain[group], self.measured_at[group] = np.nan, -1
-        return self.loss
 
-    def _batches_affordable(self) -> int | None:
+    def batches_affordable(self) -> int | None:
         """As asked for, or as many as the allowance likely holds for a whole run."""
         if self.settings.batches is not None or not np.isfinite(self.evaluator.left):
             return self.settings.batches
@@ -129,45 +106,33 @@ class _Greedy(Process):
             (b - lo) / max(h - lo, 1) for b, lo, h in zip(self.problem.unit_budgets, low, high, strict=True)
         ]
         share = min(max(float(np.mean(filled)), 0.0), 1.0)
-        return int(self.steps * (share if self.direction > 0 else 1.0 - share))
+        return int(self.ladder.top.sum() * (share if self.direction > 0 else 1.0 - share))
 
     def propose(self, candidates: Candidates) -> None:
-        self.notes["batches_used"] = 0 if self.batches is None else len(self.batches)
-        values = self.scores() + torch.from_numpy(np.nan_to_num(self.gain))
-        candidates.add("greedy", self.choices, values)
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "choices": torch.from_numpy(self.choices.copy()),
-            "batches": self.batches,
-            "loss": self.loss,
-            "gain": torch.from_numpy(self.gain.copy()),
-            "measured_at": torch.from_numpy(self.measured_at.copy()),
-            "over": self.over,
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.choices = state["choices"].numpy().copy()
-        self.batches, self.loss, self.over = state["batches"], state["loss"], state["over"]
-        self.gain = state["gain"].numpy().copy()
-        self.measured_at = state["measured_at"].numpy().copy()
+        self.run.notes["batches_used"] = 0 if self.batches is None else len(self.batches)
+        values = self.run.scores() + torch.from_numpy(np.nan_to_num(self.gain))
+        choices = self.choices
+        self.run.notes.pop("replaced_by", None)
+        if not self.problem.is_feasible(choices):  # minimum counts can end the way down too early
+            self.run.notes["replaced_by"] = "knapsack of the scores and the measured gains"
+            choices = knapsack(values, self.problem)
+        candidates.add("greedy", choices, values)
 
 
-class _GreedyDown(_Greedy):
+class _Descent(_Climb):
     direction = -1
     start = "dearest"
 
     def moves(self) -> np.ndarray:
         moves = self.ladder.neighbours(self.choices, -1) & self.ladder.relieves(self.choices)
-        if self.problem.floors is not None:
-            moves &= self.problem.floors.may_leave(self.choices)[:, None]
+        if self.problem.min_counts is not None:
+            moves &= self.problem.min_counts.keeping_switches(self.choices)
         return np.asarray(moves)
 
     def price(self) -> np.ndarray:
         """What a switch frees of the budgets that are exceeded, and of no more than the excess."""
-        spent, budget = spent_and_budget(self.problem, self.choices)
-        excess = np.maximum(spent - budget, 0)
-        freed = np.maximum(-self.ladder.change(self.choices), 0)
+        excess = np.maximum(-unspent(self.problem, self.choices), 0)
+        freed = np.maximum(-cost_changes(self.problem, self.choices), 0)
         low, high = self.problem.unit_range
         width = np.array([float(max(h - lo, 1)) for lo, h in zip(low, high, strict=True)])
         if self.problem.block_index is None:
@@ -189,7 +154,7 @@ class _GreedyDown(_Greedy):
 
     def _finish_unmeasured(self) -> None:
         """Where the allowance ran out on the way: go on with the last known figures, unknown ones after them."""
-        self.notes["unmeasured_steps"] = 0
+        self.run.notes["unmeasured_steps"] = 0
         while (moves := self.moves()).any():
             known = moves & ~np.isnan(self.gain)
             rate = np.where(known, self.gain / self.price(), -np.inf)
@@ -198,7 +163,7 @@ class _GreedyDown(_Greedy):
             group, option = np.unravel_index(int(rate.argmax()), rate.shape)
             self.choices[group] = option
             self.gain[group] = np.nan
-            self.notes["unmeasured_steps"] += 1
+            self.run.notes["unmeasured_steps"] += 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,9 +184,29 @@ class Greedy(BudgetedSearch):
         super().__post_init__()
         self.require(batches=1)
 
-    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
-        """Start at the cheapest."""
-        return _Greedy(problem, evaluator, prior, self)
+    def walk(self, run: SearchRun) -> _Climb:
+        """The walk at its first step."""
+        return _Climb(run, self)
+
+    def loop(self, run: SearchRun) -> SearchResult:
+        """Take the best switch, again and again."""
+        state = run.resume(self.walk(run))
+        planned = int(state.ladder.top.sum()) if state.moves().any() else run.step
+        with run.allowance():
+            for step in run.steps(planned, state.cost):
+                if state.over or not state.moves().any():
+                    break
+                if state.batches is None:
+                    state.batches = run.some_batches(state.batches_affordable())
+                if not np.isfinite(state.loss):
+                    state.loss = float(run.losses(state.choices, state.batches).mean())
+                group, option = state.best_move(step)
+                if state.refuses(float(state.gain[group, option])):
+                    state.over = True
+                else:
+                    state.take(group, option)
+                run.record(state.loss)
+        return run.choose()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +215,6 @@ class GreedyDown(Greedy):
 
     name: ClassVar[str] = "greedy-down"
 
-    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
-        """Start at the dearest."""
-        return _GreedyDown(problem, evaluator, prior, self)
+    def walk(self, run: SearchRun) -> _Climb:
+        """The walk from the dearest options."""
+        return _Descent(run, self)

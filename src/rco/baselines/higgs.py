@@ -10,18 +10,17 @@ Written from the theorem as its abstract and the RCO paper state it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
-from rco.baselines.common import HasNoise, HasOptionErrors, Ladder, generator
-from rco.baselines.sensitivity import Sensitivity, SwitchProcess
-from rco.core.evaluation import Evaluator
-from rco.core.problem import AllocationProblem
-from rco.core.process import Process, checked_table
+from rco.baselines.loss_tables import LossTable, TableSearch
+from rco.baselines.one_at_a_time import SwitchTable
+from rco.core.moves import Ladder
+from rco.core.sampling import generator
+from rco.core.searcher import SearchRun, checked_table
 
 __all__ = ["HIGGS", "HIGGSNoise", "fit_coefficients"]
 
@@ -37,42 +36,34 @@ def fit_coefficients(errors: np.ndarray, increases: np.ndarray, measured: np.nda
     return np.asarray(np.maximum(slope, 0.0))
 
 
-class _Higgs(SwitchProcess):
-    def __init__(
-        self,
-        problem: AllocationProblem,
-        evaluator: Evaluator,
-        prior: Tensor | None,
-        batches: Sequence[int],
-        base: np.ndarray,
-        errors: np.ndarray,
-        levels: int,
-        seed: int,
-    ) -> None:
-        self.errors, self.seed = errors, seed
+class _LinearTable(SwitchTable):
+    """Losses at a few options of each group, and the line through them."""
+
+    def __init__(self, run: SearchRun, base: np.ndarray, errors: np.ndarray, levels: int) -> None:
+        self.errors = errors
         # What a switch adds to the error of the base, which is not quite zero for the dearest option.
         self.added = errors - errors[np.arange(len(errors)), base][:, None]
         measured = np.zeros(errors.shape, dtype=bool)
         for group, row in enumerate(self.added):
-            usable = np.flatnonzero(problem.allowed[group] & (row > 0))
+            usable = np.flatnonzero(run.problem.allowed[group] & (row > 0))
             usable = usable[np.argsort(row[usable], kind="stable")]
             if usable.size:
                 measured[group, usable[np.linspace(0, len(usable) - 1, levels).round().astype(int)]] = True
-        super().__init__(problem, evaluator, prior, batches, base, measured)
+        super().__init__(run, base, measured)
 
     def predicted(self) -> np.ndarray:
+        """Slope times error."""
         slopes = fit_coefficients(self.added, super().predicted(), self.measured)
-        self.notes["coefficients"] = slopes.tolist()
+        self.run.notes["coefficients"] = slopes.tolist()
         return np.asarray(slopes[:, None] * self.errors)
 
 
-class _HiggsNoise(_Higgs):
+class _NoiseTable(_LinearTable):
     """Noise as strong as the options that would have been measured."""
 
     def disturbed_loss(self, group: int, option: int, batch: int) -> float:
         objective = self.evaluator.objective
-        assert isinstance(objective, HasNoise)
-        draw = int(generator(self.seed, batch, group, option).integers(2**62))
+        draw = int(generator(self.run.settings.seed, batch, group, option).integers(2**62))
         error = float(self.added[group, option])
 
         def noisy(gates: Tensor, batch: int) -> Tensor:
@@ -82,17 +73,17 @@ class _HiggsNoise(_Higgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HIGGS(Sensitivity):
+class HIGGS(TableSearch):
     """The linear model of the loss in the groups' squared errors, and its exact knapsack.
 
-    The objective must offer ``option_errors``, the relative squared error of every option, (N, K).
+    The objective must offer the table ``option_errors``, the relative squared error of every option, (N, K).
 
     Args:
         levels: Disturbances per group, spread over its options from the mildest to the strongest.
     """
 
     name: ClassVar[str] = "higgs"
-    _process: ClassVar[type[_Higgs]] = _Higgs
+    _table: ClassVar[type[_LinearTable]] = _LinearTable
 
     levels: int = 3
 
@@ -100,15 +91,16 @@ class HIGGS(Sensitivity):
         super().__post_init__()
         self.require(levels=1)
 
-    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
-        """All disturbances, batch by batch."""
-        objective = evaluator.objective
-        if not isinstance(objective, HasOptionErrors):
+    def table(self, run: SearchRun) -> LossTable:
+        """All disturbances."""
+        objective, problem = run.evaluator.objective, run.problem
+        given = objective.table("option_errors")
+        if given is None:
             raise ValueError(
                 f"{self.name} needs the relative squared error of every option, but the objective "
-                f"({type(objective).__name__}) has no option_errors (N, K); add it, or use one-at-a-time."
+                f"({objective.described}) has no option_errors (N, K); add it, or use one-at-a-time."
             )
-        errors = checked_table(objective.option_errors, problem, "option_errors")
+        errors = checked_table(given, problem, "option_errors")
         if (errors < 0).any():
             raise ValueError(f"option_errors must not be negative, got {errors.min()}.")
         base = self.base_choices(problem)
@@ -117,26 +109,25 @@ class HIGGS(Sensitivity):
             ladder = Ladder(problem)
             dearest = ladder.rung == ladder.top[:, None]
             base = np.where(dearest, errors, np.inf).argmin(axis=1)
-        return self._process(
-            problem, evaluator, prior, self.chosen_batches(evaluator), base, errors, self.levels, self.seed
-        )
+        return self._table(run, base, errors, self.levels)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HIGGSNoise(HIGGS):
     """HIGGS as published: the groups are disturbed by Gaussian noise instead of their options.
 
-    The objective must offer ``noisy_loss`` beside ``option_errors``; see :class:`rco.baselines.common.HasNoise`.
+    The objective must offer ``noisy_loss`` beside ``option_errors``; see :class:`rco.core.objective.Objective`.
     """
 
     name: ClassVar[str] = "higgs-noise"
-    _process: ClassVar[type[_Higgs]] = _HiggsNoise
+    _table: ClassVar[type[_LinearTable]] = _NoiseTable
 
-    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
-        """All disturbances, batch by batch."""
-        if not isinstance(evaluator.objective, HasNoise):
+    def table(self, run: SearchRun) -> LossTable:
+        """All disturbances."""
+        objective = run.evaluator.objective
+        if not objective.offers("noisy_loss"):
             raise ValueError(
-                f"{self.name} needs an objective that can add noise to a group, but "
-                f"{type(evaluator.objective).__name__} has no noisy_loss; add it, or use higgs."
+                f"{self.name} needs an objective that can add noise to a group, but {objective.described} has no "
+                "noisy_loss; add it, or use higgs."
             )
-        return super().begin(problem, evaluator, prior)
+        return super().table(run)

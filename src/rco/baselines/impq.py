@@ -12,20 +12,19 @@ of orders and the reversed pairs are ours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from rco.baselines.common import Ladder, generator
-from rco.core.evaluation import Evaluator
+from rco.core.choice import Candidates
 from rco.core.knapsack import knapsack
+from rco.core.moves import Ladder, uniform_allocation
 from rco.core.problem import AllocationProblem
-from rco.core.process import BudgetedSearch, Process, some_batches
-from rco.core.refine import Candidates, uniform_allocation
+from rco.core.result import SearchResult
+from rco.core.sampling import generator
+from rco.core.searcher import BudgetedSearch, SearchRun, SearchState
 
 __all__ = ["IMPQ", "Surrogate", "fit_surrogate", "minimise_surrogate"]
 
@@ -157,13 +156,15 @@ def minimise_surrogate(
     return None if result.x is None else result.x[:count].round().astype(np.int64), notes
 
 
-class _IMPQ(Process):
-    def __init__(
-        self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None, settings: IMPQ
-    ) -> None:
-        super().__init__(problem, evaluator, prior)
+class _Orders(SearchState):
+    """The orders walked so far and the marginals measured on them."""
+
+    saved = ("orders", "marginals")
+
+    def __init__(self, run: SearchRun, settings: IMPQ) -> None:
+        super().__init__(run)
         self.settings = settings
-        self.low, self.high = _two_options(problem, settings.pair)
+        self.low, self.high = _two_options(self.problem, settings.pair)
         self.switches = np.flatnonzero(self.low != self.high)
         observations = settings.orders * len(self.switches)
         if settings.shrinkage < 1 and observations > _MOST_OBSERVATIONS:
@@ -174,32 +175,6 @@ class _IMPQ(Process):
             )
         self.orders: list[np.ndarray] = []
         self.marginals: list[np.ndarray] = []
-
-    @property
-    def steps(self) -> int:
-        return self.settings.orders if self.switches.size else 0
-
-    def _batches(self, step: int) -> list[int]:
-        return some_batches(self.evaluator, self.settings.batches, self.settings.seed, first=step)
-
-    def cost(self, step: int) -> int:
-        return (len(self.switches) + 1) * len(self._batches(step))
-
-    def advance(self, step: int) -> float:
-        # Orders come in pairs, one the reverse of the other: every two groups meet in both orders.
-        order = generator(self.settings.seed, step // 2).permutation(len(self.switches))
-        order = order[::-1].copy() if step % 2 else order
-        batches = self._batches(step)
-        choices = self.high.copy()
-        losses = [float(self.losses(choices, batches).mean())]
-        for switch in self.switches[order].tolist():
-            choices[switch] = self.low[switch]
-            losses.append(float(self.losses(choices, batches).mean()))
-        marginals = np.empty(len(order))
-        marginals[order] = np.diff(losses)
-        self.orders.append(order)
-        self.marginals.append(marginals)
-        return losses[-1]
 
     def surrogate(self) -> Surrogate:
         """From all orders walked so far."""
@@ -212,21 +187,21 @@ class _IMPQ(Process):
         return fit_surrogate(before, np.array(self.marginals), self.settings.shrinkage)
 
     def propose(self, candidates: Candidates) -> None:
-        self.notes["options"] = "two per group: the low and the high one"
-        self.notes["orders_walked"] = len(self.orders)
+        self.run.notes["options"] = "two per group: the low and the high one"
+        self.run.notes["orders_walked"] = len(self.orders)
         if not self.orders:
             if not self.switches.size:
-                candidates.add("impq", self.low, self.scores())
+                candidates.add("impq", self.low, self.run.scores())
             return
         surrogate = self.surrogate()
         values = np.zeros((self.problem.num_groups, self.problem.num_options))
         values[self.switches, self.low[self.switches]] = -surrogate.shapley
         choices = self._solve(surrogate)
-        self.notes.pop("milp_replaced_by", None)
+        self.run.notes.pop("milp_replaced_by", None)
         if choices is None or not self.problem.is_feasible(choices):
             # No solution in time, or one that is over budget within the solver's tolerance: the Shapley values'
             # own knapsack, which is exact, and the result says so.
-            self.notes["milp_replaced_by"] = "knapsack of the Shapley values"
+            self.run.notes["milp_replaced_by"] = "knapsack of the Shapley values"
             only = np.full_like(values, -np.inf)
             groups = np.arange(self.problem.num_groups)
             only[groups, self.low] = values[groups, self.low]
@@ -249,22 +224,12 @@ class _IMPQ(Process):
             max_pairs=self.settings.max_pairs,
             time_limit=self.settings.time_limit,
         )
-        self.notes.update(notes)
+        self.run.notes.update(notes)
         if low is None:
             return None
         choices = self.high.copy()
         choices[switches[low == 1]] = self.low[switches[low == 1]]
         return choices
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "orders": [torch.from_numpy(order.copy()) for order in self.orders],
-            "marginals": [torch.from_numpy(row.copy()) for row in self.marginals],
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.orders = [order.numpy().copy() for order in state["orders"]]
-        self.marginals = [row.numpy().copy() for row in state["marginals"]]
 
 
 def _two_options(problem: AllocationProblem, pair: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
@@ -324,6 +289,31 @@ class IMPQ(BudgetedSearch):
         if not self.time_limit > 0:
             raise ValueError(f"time_limit must be positive, got {self.time_limit}.")
 
-    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
-        """No order walked yet."""
-        return _IMPQ(problem, evaluator, prior, self)
+    def loop(self, run: SearchRun) -> SearchResult:
+        """Walk one order after the other from all high to all low."""
+        state = run.resume(_Orders(run, self))
+        switches = state.switches
+
+        def batches(step: int) -> list[int]:
+            return run.some_batches(self.batches, first=step)
+
+        def cost(step: int) -> int:
+            return (len(switches) + 1) * len(batches(step))
+
+        with run.allowance():
+            for step in run.steps(self.orders if switches.size else 0, cost):
+                # Orders come in pairs, one the reverse of the other: every two groups meet in both orders.
+                order = generator(self.seed, step // 2).permutation(len(switches))
+                order = order[::-1].copy() if step % 2 else order
+                some = batches(step)
+                choices = state.high.copy()
+                losses = [float(run.losses(choices, some).mean())]
+                for switch in switches[order].tolist():
+                    choices[switch] = state.low[switch]
+                    losses.append(float(run.losses(choices, some).mean()))
+                marginals = np.empty(len(order))
+                marginals[order] = np.diff(losses)
+                state.orders.append(order)
+                state.marginals.append(marginals)
+                run.record(losses[-1])
+        return run.choose()

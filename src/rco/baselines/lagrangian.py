@@ -1,4 +1,4 @@
-"""Penalty, Lagrangian and augmented Lagrangian: RCO's estimator with the manifold taken away.
+"""Penalty, Lagrangian and augmented Lagrangian: RCO's loop with another optimizer of the logits.
 
 All three add a term for the relative violation h(x) = (C(x) - B) / (C_max - C_min) to the loss, in units of the
 first loss that was seen, so that one setting serves objectives of any scale:
@@ -22,16 +22,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rco.core.expected_cost import expected_cost
+from rco.core.optimizer import LogitOptimizer
 from rco.core.problem import AllocationProblem
-from rco.core.relaxation import expected_cost
 from rco.core.search import GumbelSearch
-from rco.core.walker import Walker
 
 __all__ = ["AugmentedLagrangian", "Lagrangian", "Penalty"]
 
 
-class PushedWalker:
-    """Adam on the loss plus a term that pushes towards the budget; feasible only in the limit, if at all."""
+class PenalizedOptimizer:
+    """Adam on the loss plus a term for the violation of the budget; feasible only in the limit, if at all."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PushedWalker:
         return (cost - self._budget) / self._width
 
     def step(self, gradient: Tensor, loss: float) -> None:
-        """One Adam step on loss plus push, then the multipliers' update."""
+        """One Adam step on the loss and the violation's term, then the multipliers' update."""
         if self.unit == 0.0:
             self.unit = abs(loss) or 1.0
         violation = self.violation()
@@ -89,9 +89,10 @@ class PushedWalker:
             self.rho = torch.where(stuck, self.rho * self.growth, self.rho)
             self._reference = violation.abs()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Optimizer, multipliers and penalty coefficients."""
+    def state(self) -> dict[str, Any]:
+        """Logits, optimizer, multipliers and penalty coefficients."""
         return {
+            "logits": self.logits.detach().clone(),
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "multipliers": self.multipliers.clone(),
             "rho": self.rho.clone(),
@@ -100,8 +101,10 @@ class PushedWalker:
             "steps": self._steps,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        self.logits.copy_(state["logits"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.multipliers = state["multipliers"].clone()
         self.rho = state["rho"].clone()
@@ -117,9 +120,9 @@ class Penalty(GumbelSearch):
     name: ClassVar[str] = "penalty"
     rho: float = 100.0
 
-    def make_walker(self, problem: AllocationProblem, prior: Tensor) -> Walker:
-        """Adam pushed by a fixed penalty."""
-        return PushedWalker(
+    def make_optimizer(self, problem: AllocationProblem, prior: Tensor) -> LogitOptimizer:
+        """Adam with a fixed penalty."""
+        return PenalizedOptimizer(
             problem, prior, lr=self.lr, multiplier_lr=0.0, rho=self.rho, growth=1.0, patience=1
         )
 
@@ -131,9 +134,9 @@ class Lagrangian(GumbelSearch):
     name: ClassVar[str] = "lagrangian"
     multiplier_lr: float = 1.0
 
-    def make_walker(self, problem: AllocationProblem, prior: Tensor) -> Walker:
-        """Adam pushed by multipliers."""
-        return PushedWalker(
+    def make_optimizer(self, problem: AllocationProblem, prior: Tensor) -> LogitOptimizer:
+        """Adam with multipliers."""
+        return PenalizedOptimizer(
             problem, prior, lr=self.lr, multiplier_lr=self.multiplier_lr, rho=0.0, growth=1.0, patience=1
         )
 
@@ -147,9 +150,9 @@ class AugmentedLagrangian(GumbelSearch):
     growth: float = 2.0
     patience: int = 10
 
-    def make_walker(self, problem: AllocationProblem, prior: Tensor) -> Walker:
-        """Adam pushed by multipliers and a growing penalty."""
-        return PushedWalker(
+    def make_optimizer(self, problem: AllocationProblem, prior: Tensor) -> LogitOptimizer:
+        """Adam with multipliers and a growing penalty."""
+        return PenalizedOptimizer(
             problem,
             prior,
             lr=self.lr,

@@ -12,28 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from rco.baselines.common import HasOptionErrors, HasOutputErrors, blocks_of
-from rco.baselines.selection import share_budget
-from rco.core.evaluation import Evaluator
+from rco.baselines.block_budgets import blocks_of, share_budget
+from rco.core.choice import Candidates
 from rco.core.knapsack import knapsack
 from rco.core.problem import AllocationProblem
-from rco.core.process import BudgetedSearch, Process, checked_table
-from rco.core.refine import Candidates
+from rco.core.result import SearchResult
+from rco.core.searcher import BudgetedSearch, FixedAnswer, SearchRun, checked_table
 
-__all__ = ["HasLayerErrors", "MxMoE", "solve_layer"]
-
-
-@runtime_checkable
-class HasLayerErrors(Protocol):
-    """An objective that knows what each option alone does to the output of its layer: L2 norms, (N, K)."""
-
-    layer_errors: Tensor
+__all__ = ["MxMoE", "solve_layer"]
 
 
 def solve_layer(
@@ -79,63 +70,32 @@ def solve_layer(
     return np.asarray(result.x.reshape(count, options).argmax(axis=1), dtype=np.int64)
 
 
-class _MxMoE(Process):
-    def __init__(
-        self,
-        problem: AllocationProblem,
-        evaluator: Evaluator,
-        table: np.ndarray,
-        blocks: np.ndarray,
-        time_limit: float,
-    ) -> None:
-        super().__init__(problem, evaluator, None)
-        self.table, self.blocks, self.time_limit = table, blocks, time_limit
-        self.shared = share_budget(problem, blocks)
-        self.choices: np.ndarray | None = None
-
-    @property
-    def steps(self) -> int:
-        return 0
-
-    def advance(self, step: int) -> float:
-        raise AssertionError("the table is given")
-
-    def propose(self, candidates: Candidates) -> None:
-        choices = self._solve()
-        if choices is None or not self.shared.is_feasible(choices):
-            # No solution in time, or one over budget within the solver's tolerance; the result says so.
-            self.notes["ilp_replaced_by"] = "exact knapsack of the same sensitivities"
-            choices = knapsack(-self.table, self.shared)
-        # What a layer's program leaves of its share stays within the layer.
-        held = Candidates(self.shared, self.evaluator)
-        held.add("mxmoe", choices, torch.from_numpy(-self.table))
-        candidates.choices["mxmoe"] = held.choices["mxmoe"]
-
-    def _solve(self) -> np.ndarray | None:
-        shared, allowed = self.shared, self.problem.allowed
-        if shared.block_index is None:
-            # One layer, or further budgets that tie the layers together: one program for all.
-            costs = shared.unit_costs
-            return solve_layer(self.table, costs, allowed, shared.unit_budgets, self.time_limit)
-        choices = np.zeros(self.problem.num_groups, dtype=np.int64)
-        for block, budget in enumerate(shared.unit_budgets):
-            inside = shared.block_index == block
-            costs = shared.unit_costs[:1, inside]
-            found = solve_layer(self.table[inside], costs, allowed[inside], [budget], self.time_limit)
-            if found is None:
-                return None
-            choices[inside] = found
-        return choices
+def _solve_layers(shared: AllocationProblem, table: np.ndarray, time_limit: float) -> np.ndarray | None:
+    """One program per budget block; None where one finds nothing in time."""
+    allowed = shared.allowed
+    if shared.block_index is None:
+        # One layer, or further budgets that tie the layers together: one program for all.
+        return solve_layer(table, shared.unit_costs, allowed, shared.unit_budgets, time_limit)
+    choices = np.zeros(shared.num_groups, dtype=np.int64)
+    for block, budget in enumerate(shared.unit_budgets):
+        inside = shared.block_index == block
+        costs = shared.unit_costs[:1, inside]
+        found = solve_layer(table[inside], costs, allowed[inside], [budget], time_limit)
+        if found is None:
+            return None
+        choices[inside] = found
+    return choices
 
 
 @dataclass(frozen=True, kw_only=True)
 class MxMoE(BudgetedSearch):
     """The least total layer-output sensitivity, every layer with the same share of the budget.
 
-    The objective must offer ``layer_errors`` (N, K); ``output_errors`` or ``option_errors``, squared, stand in.
+    The objective must offer the table ``layer_errors`` (N, K), or the squares ``output_errors`` or
+    ``option_errors``.
 
     Args:
-        blocks: Layer of every group; None: what the objective, the problem or its labels say.
+        blocks: Layer of every group; None: those of the objective, of the problem or of its labels.
         time_limit: Seconds per layer.
     """
 
@@ -151,21 +111,31 @@ class MxMoE(BudgetedSearch):
         if not self.time_limit > 0:
             raise ValueError(f"time_limit must be positive, got {self.time_limit}.")
 
-    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
-        """One program per layer."""
-        objective = evaluator.objective
-        if isinstance(objective, HasLayerErrors):
-            name, table = "layer_errors", objective.layer_errors
-        elif isinstance(objective, HasOutputErrors):
-            name, table = "output_errors", objective.output_errors.clamp_min(0).sqrt()
-        elif isinstance(objective, HasOptionErrors):
-            name, table = "option_errors", objective.option_errors.clamp_min(0).sqrt()
-        else:
-            raise ValueError(
-                f"{self.name} needs a table of sensitivities, but the objective ({type(objective).__name__}) has "
-                "none of layer_errors, output_errors and option_errors (N, K); add one, or use one-at-a-time."
-            )
-        blocks = blocks_of(problem, objective, self.blocks)
-        process = _MxMoE(problem, evaluator, checked_table(table, problem, name), blocks, self.time_limit)
-        process.notes["sensitivities"] = name
-        return process
+    def loop(self, run: SearchRun) -> SearchResult:
+        """No steps: one program per layer."""
+        name, table = self._sensitivities(run)
+        run.notes["sensitivities"] = name
+        shared = share_budget(run.problem, blocks_of(run.problem, run.evaluator.objective, self.blocks))
+        choices = _solve_layers(shared, table, self.time_limit)
+        if choices is None or not shared.is_feasible(choices):
+            # No solution in time, or one over budget within the solver's tolerance; the result reports it.
+            run.notes["ilp_replaced_by"] = "exact knapsack of the same sensitivities"
+            choices = knapsack(-table, shared)
+        # What a layer's program leaves of its share stays within the layer.
+        held = Candidates(shared, run.evaluator)
+        held.add("mxmoe", choices, torch.from_numpy(-table))
+        run.resume(FixedAnswer(run, **held.choices))
+        return run.choose()
+
+    def _sensitivities(self, run: SearchRun) -> tuple[str, np.ndarray]:
+        """Which table, and its entries as norms."""
+        objective = run.evaluator.objective
+        for name in ("layer_errors", "output_errors", "option_errors"):
+            table = objective.table(name)
+            if table is not None:
+                norms = table if name == "layer_errors" else table.clamp_min(0).sqrt()
+                return name, checked_table(norms, run.problem, name)
+        raise ValueError(
+            f"{self.name} needs a table of sensitivities, but the objective ({objective.described}) has none of "
+            "layer_errors, output_errors and option_errors (N, K); add one, or use one-at-a-time."
+        )

@@ -2,61 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from rco.baselines.common import draw_feasible
-from rco.core.evaluation import Evaluator
-from rco.core.problem import AllocationProblem
-from rco.core.process import BudgetedSearch, Process, some_batches
-from rco.core.refine import Candidates, spend
+from rco.core.choice import Candidates
+from rco.core.moves import spend
+from rco.core.result import SearchResult
+from rco.core.sampling import draw_feasible
+from rco.core.searcher import BudgetedSearch, SearchRun, SearchState
 
 __all__ = ["RandomSearch"]
 
 
-class _RandomSearch(Process):
-    def __init__(
-        self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None, settings: RandomSearch
-    ) -> None:
-        super().__init__(problem, evaluator, prior)
-        self.settings = settings
-        self.own_candidates = settings.keep
-        self.batches = some_batches(self.evaluator, settings.batches, settings.seed)
+class _BestDraws(SearchState):
+    saved = ("best",)
+
+    def __init__(self, run: SearchRun, keep: int) -> None:
+        super().__init__(run)
+        self.candidates = keep
         self.best: list[tuple[float, np.ndarray]] = []
-
-    @property
-    def steps(self) -> int:
-        return self.planned(self.settings.steps, self.cost(0))
-
-    def cost(self, step: int) -> int:
-        return self.settings.samples * len(self.batches)
-
-    def advance(self, step: int) -> float:
-        settings, problem = self.settings, self.problem
-        drawn, values = draw_feasible(
-            self.scores(), problem, seed=settings.seed, step=step, samples=settings.samples
-        )
-        if problem.monotone:
-            drawn = np.stack([spend(problem, c, v) for c, v in zip(drawn, values, strict=True)])
-        found = [(float(self.losses(choices, self.batches).mean()), choices) for choices in drawn]
-        known = {choices.tobytes(): (loss, choices) for loss, choices in [*self.best, *found]}
-        self.best = sorted(known.values(), key=lambda entry: entry[0])[: settings.keep]
-        return float(np.mean([loss for loss, _ in found]))
 
     def propose(self, candidates: Candidates) -> None:
         for rank, (_, choices) in enumerate(self.best):
-            candidates.add(f"draw {rank + 1}", choices, self.scores())
-
-    def state(self) -> dict[str, Any]:
-        return {"best": [[loss, torch.from_numpy(choices.copy())] for loss, choices in self.best]}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.best = [(loss, choices.numpy().copy()) for loss, choices in state["best"]]
+            candidates.add(f"draw {rank + 1}", choices, self.run.scores())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +52,20 @@ class RandomSearch(BudgetedSearch):
         self.require(steps=0, samples=1, batches=1, keep=1)
         self.require_end("steps")
 
-    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
-        """Nothing drawn yet."""
-        return _RandomSearch(problem, evaluator, prior, self)
+    def loop(self, run: SearchRun) -> SearchResult:
+        """Draw, measure, keep the best."""
+        problem, batches = run.problem, run.some_batches(self.batches)
+        cost = self.samples * len(batches)
+        state = run.resume(_BestDraws(run, self.keep))
+        with run.allowance():
+            for step in run.steps(run.planned(self.steps, cost), cost):
+                drawn, values = draw_feasible(
+                    run.scores(), problem, seed=self.seed, step=step, samples=self.samples
+                )
+                if problem.monotone:
+                    drawn = np.stack([spend(problem, c, v) for c, v in zip(drawn, values, strict=True)])
+                found = [(float(run.losses(choices, batches).mean()), choices) for choices in drawn]
+                known = {choices.tobytes(): (loss, choices) for loss, choices in [*state.best, *found]}
+                state.best = sorted(known.values(), key=lambda entry: entry[0])[: self.keep]
+                run.record(float(np.mean([loss for loss, _ in found])))
+        return run.choose()

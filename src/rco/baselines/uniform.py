@@ -6,46 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
-from torch import Tensor
 
-from rco.baselines.common import Ladder, fill_upwards, generator
-from rco.core.evaluation import Evaluator
+from rco.core.moves import Ladder, fill_upwards, uniform_allocation
 from rco.core.problem import AllocationProblem
-from rco.core.process import BudgetedSearch, Process
-from rco.core.refine import Candidates, uniform_allocation
+from rco.core.result import SearchResult
+from rco.core.sampling import generator
+from rco.core.searcher import BudgetedSearch, FixedAnswer, SearchRun
 
 __all__ = ["RandomFill", "Uniform", "UniformFill"]
-
-
-class _Uniform(Process):
-    """Nothing but the starting point."""
-
-    own_candidates = 0
-
-    @property
-    def steps(self) -> int:
-        return 0
-
-    def advance(self, step: int) -> float:
-        raise AssertionError("a uniform assignment takes no steps")
-
-    def propose(self, candidates: Candidates) -> None:
-        pass
-
-
-class _Filled(_Uniform):
-    """The uniform assignment with groups raised in a given order."""
-
-    own_candidates = 1
-
-    def __init__(
-        self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None, order: np.ndarray
-    ) -> None:
-        super().__init__(problem, evaluator, prior)
-        self.choices = fill_upwards(Ladder(problem), uniform_allocation(problem), order)
-
-    def propose(self, candidates: Candidates) -> None:
-        candidates.choices["filled"] = self.choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +24,10 @@ class Uniform(BudgetedSearch):
     spends_uniform: ClassVar[bool] = False
     starts_from_prior: ClassVar[bool] = False
 
-    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
-        """Nothing to do."""
-        return _Uniform(problem, evaluator, prior)
+    def loop(self, run: SearchRun) -> SearchResult:
+        """No steps: the uniform assignment is a starting point of every search."""
+        run.resume(FixedAnswer(run))
+        return run.choose()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +49,12 @@ class UniformFill(BudgetedSearch):
         if self.fill not in ("first", "last", "random"):
             raise ValueError(f'fill must be "first", "last" or "random", got {self.fill!r}.')
 
-    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
-        """All is decided by the order."""
-        return _Filled(problem, evaluator, prior, self._order(problem))
+    def loop(self, run: SearchRun) -> SearchResult:
+        """No steps: the order of the groups decides."""
+        problem = run.problem
+        filled = fill_upwards(Ladder(problem), uniform_allocation(problem), self._order(problem))
+        run.resume(FixedAnswer(run, filled=filled))
+        return run.choose()
 
     def _order(self, problem: AllocationProblem) -> np.ndarray:
         order = np.arange(problem.num_groups)

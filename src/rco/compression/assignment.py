@@ -94,7 +94,7 @@ def _removal_problem(
             )
     target: Any = (_uniform_budgets if uniform else _total_budget)(layers, least, budget, costs)
     arguments["blocks"] = blocks if uniform else None
-    arguments["floors"] = {"blocks": blocks, "counts": least, "option": keep}
+    arguments["min_counts"] = {"blocks": blocks, "counts": least, "options": [keep]}
     # A block that the locks decide altogether has no surface C = B to walk on.
     decided = [not allowed[blocks == b].all(axis=1).any() for b in range(len(layers))]
     stuck = any(decided) if uniform else all(decided)

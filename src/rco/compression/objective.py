@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rco.compression.cuda_graphs import Recording
-from rco.core.transfer import send
+from rco.core.async_copy import send
+from rco.core.objective import Objective
 from rco.data.calibration import CalibrationSet
 from rco.losses import Head, chunk_length, chunked_cross_entropy, chunked_kl
 from rco.models.loading import LoadedModel
@@ -95,7 +96,7 @@ class _Text:
     mask: Tensor  # (B, L - 1) what counts, known without asking the device
 
 
-class LanguageModelObjective:
+class LanguageModelObjective(Objective):
     """Mean loss per predicted token of a model whose options are set by gates.
 
     Args:
@@ -117,13 +118,8 @@ class LanguageModelObjective:
             recorded as a CUDA graph, which is replayed without anybody looking at the gates; None: they may not.
 
     Attributes:
-        layer_errors: (N, K) sensitivities of layers' outputs, where someone has measured them and set them here.
-        fisher_losses: (N, K) second-order losses, likewise.
         room: As given.
     """
-
-    layer_errors: Tensor
-    fisher_losses: Tensor
 
     def __init__(
         self,
@@ -153,9 +149,8 @@ class LanguageModelObjective:
         self._top_k = top_k
         self._reference_head = reference_head
         self.num_batches = -(-len(calibration.tokens) // batch_size)
-        self.selection = selection if selection is not None else self
-        if curvature is not None:
-            self.curvature = curvature
+        self.selection = selection
+        self.curvature = curvature
         self._errors = errors
         self.room = room
         self._disturb = disturb

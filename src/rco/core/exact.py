@@ -18,7 +18,16 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ExactArray", "exact_array", "exact_number", "exact_ratio", "integer_array"]
+__all__ = [
+    "ExactArray",
+    "exact_array",
+    "exact_number",
+    "exact_ratio",
+    "integer_array",
+    "json_number",
+    "plain",
+    "show",
+]
 
 _INT64_SAFE = 2**62
 
@@ -47,6 +56,21 @@ class ExactArray:
             return fraction.numerator if fraction.denominator == 1 else str(fraction)
 
         return cell(self.numerators.tolist())
+
+
+def plain(value: Fraction) -> int | Fraction:
+    """An int where the fraction is whole."""
+    return value.numerator if value.denominator == 1 else value
+
+
+def json_number(value: Fraction) -> int | str:
+    """An int, or a "p/q" string."""
+    return value.numerator if value.denominator == 1 else str(value)
+
+
+def show(value: Fraction) -> str:
+    """For messages."""
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
 
 
 def integer_array(values: np.ndarray) -> np.ndarray:

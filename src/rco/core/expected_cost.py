@@ -1,4 +1,4 @@
-"""The expected cost of logits, in a form that float64 keeps accurate: what the manifold's geometry is made of."""
+"""The expected cost of logits, and its gradient in a form that float64 keeps accurate."""
 
 from __future__ import annotations
 
@@ -12,10 +12,20 @@ from torch import Tensor
 from rco.core.manifold_kernels import local_cost
 from rco.core.problem import AllocationProblem
 
-__all__ = ["ExpectedCost", "LocalCost"]
+__all__ = ["ExpectedCost", "LocalCost", "expected_cost"]
 
 # Sums of float64 terms cannot be resolved below this share of their size, whatever tolerance is asked for.
 _RESOLUTION = 2.0**-48
+
+
+def expected_cost(problem: AllocationProblem, logits: Tensor) -> Tensor:
+    """(J,) expected total cost of softmax(logits) under each budget (paper, Eq. 1), with gradient."""
+    p = torch.softmax(logits + problem.log_allowed, dim=-1)
+    per_group = (p * torch.from_numpy(problem.float_costs)).sum(dim=-1)  # (q, N)
+    if problem.block_index is None:
+        return per_group.sum(dim=-1)
+    totals = torch.zeros(problem.num_budgets, dtype=per_group.dtype)
+    return totals.index_add(0, torch.from_numpy(problem.block_index), per_group[0])
 
 
 class LocalCost(NamedTuple):

@@ -1,22 +1,24 @@
 """Torch optimizers on the budget manifold: project the gradient, step, retract, transport the momentum.
 
 The three operations wrap around any torch optimizer (paper, section 2; Algorithm 1, lines 9 to 14).
-:class:`RiemannianAdam` is that wrapper around ``torch.optim.Adam``.
+:class:`RiemannianAdam` is that wrapper around ``torch.optim.Adam``. A search moves its logits with a
+:class:`LogitOptimizer`; RCO's is :class:`ManifoldOptimizer`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rco.core.manifold import BudgetManifold
-from rco.core.problem import InfeasibleBudgetError
+from rco.core.problem import AllocationProblem, InfeasibleBudgetError
 
-__all__ = ["RiemannianAdam", "RiemannianOptimizer"]
+__all__ = ["LogitOptimizer", "ManifoldOptimizer", "RiemannianAdam", "RiemannianOptimizer"]
 
 _MOMENTUM_KEYS = ("exp_avg", "momentum_buffer")  # as torch's optimizers name their first moments
 _SLACK_KEY = "slack_momentum"
@@ -215,6 +217,52 @@ class RiemannianAdam(RiemannianOptimizer):
         super().__init__(adam, manifold, one_sided, straighten)
 
 
+class LogitOptimizer(Protocol):
+    """Moves the logits of a gradient search; how it treats the budget is what tells the methods apart."""
+
+    logits: Tensor  # (N, K) float64, requires grad
+
+    def step(self, gradient: Tensor, loss: float) -> None:
+        """Move the logits given the estimated gradient of the loss."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Logits and optimizer state as plain tensors and numbers."""
+        ...
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        ...
+
+
+class ManifoldOptimizer:
+    """RCO's logits: on the budget manifold from the start, moved by :class:`RiemannianAdam`."""
+
+    def __init__(self, problem: AllocationProblem, prior: Tensor, lr: float) -> None:
+        manifold = BudgetManifold(_with_interior(problem))
+        self.logits = manifold.retract(prior.clone()).requires_grad_()
+        self._optimizer = RiemannianAdam([self.logits], manifold, lr=lr)
+
+    def step(self, gradient: Tensor, loss: float) -> None:
+        """Lines 9 to 14 of Algorithm 1: project, Adam, retract, transport."""
+        self.logits.grad = gradient
+        self._optimizer.step()
+        self.logits.grad = None
+
+    def state(self) -> dict[str, Any]:
+        """Logits and moments."""
+        return {
+            "logits": self.logits.detach().clone(),
+            "optimizer": copy.deepcopy(dict(self._optimizer.state_dict())),
+        }
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        self.logits.copy_(state["logits"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+
 def _retracted(manifold: BudgetManifold, x: Tensor, held: Tensor | None) -> Tensor:
     """``x`` on the manifold, with held budgets met exactly where that is possible at all."""
     if held is not None and bool(held.any()):
@@ -242,3 +290,30 @@ def _check_parameter(parameter: Tensor, manifold: BudgetManifold) -> None:
             "Parameters on a budget manifold must be float64 on the CPU, which keeps the budget to twelve digits; "
             f"got {parameter.dtype} on {parameter.device}. Use x.double().cpu()."
         )
+
+
+def _with_interior(problem: AllocationProblem) -> AllocationProblem:
+    """An equivalent problem whose manifold has points, where a budget sits at an end of its range.
+
+    At its lowest total a budget leaves the cheapest options alone; at its highest it forbids nothing. Both are
+    only reached at infinite logits under "==", and hold trivially under "<=".
+    """
+    if problem.sense == "<=":
+        return _cheapest_only(problem)
+    low, high = problem.unit_range
+    if all(lowest < b < highest for lowest, b, highest in zip(low, problem.unit_budgets, high, strict=True)):
+        return problem
+    return _cheapest_only(problem.replace(sense="<="))
+
+
+def _cheapest_only(problem: AllocationProblem) -> AllocationProblem:
+    """Forbid what a budget at its lowest total forbids anyway."""
+    low, _ = problem.unit_range
+    allowed = problem.allowed.copy()
+    for j, (lowest, budget) in enumerate(zip(low, problem.unit_budgets, strict=True)):
+        if budget > lowest:
+            continue
+        costs = problem.unit_costs[j if problem.block_index is None else 0]
+        members = slice(None) if problem.block_index is None else problem.block_index == j
+        allowed[members] &= (costs == costs.min(axis=1, keepdims=True))[members]
+    return problem if (allowed == problem.allowed).all() else problem.replace(allowed=allowed)

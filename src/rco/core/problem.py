@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -19,26 +19,80 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core.allocation import Allocation
-from rco.core.exact import ExactArray, exact_array, exact_ratio, integer_array
-from rco.core.feasibility import InfeasibleBudgetError, check_budgets
-from rco.core.floors import Floors
-from rco.core.problem_input import (
-    check_allowed,
-    check_labels,
-    check_weights,
-    costs_with_holes,
-    count_groups,
-    fill_forbidden,
-    json_number,
-    plain,
-    show,
-    weighted_costs,
-)
+from rco.core.exact import ExactArray, exact_array, exact_ratio, integer_array, json_number, plain, show
+from rco.core.min_counts import MinCounts
 
-__all__ = ["Allocation", "AllocationProblem", "Floors", "InfeasibleBudgetError", "ReducedCosts"]
+__all__ = ["Allocation", "AllocationProblem", "InfeasibleBudgetError", "MinCounts", "ReducedCosts"]
 
 Sense = Literal["==", "<="]
+
+_INT64_SAFE = 2**62
+
+
+class InfeasibleBudgetError(ValueError):
+    """No assignment meets the budget; the message names the reachable range."""
+
+
+class Allocation(Sequence[int]):
+    """One option index per group, with the labels of its problem for reading.
+
+    Behaves as a read-only sequence of integers and converts to an array with ``numpy.asarray``.
+    """
+
+    __slots__ = ("choices", "groups", "options")
+
+    def __init__(
+        self, choices: Any, groups: Sequence[str] | None = None, options: Sequence[str] | None = None
+    ) -> None:
+        array = np.array(choices, dtype=np.int64)
+        if array.ndim != 1:
+            raise ValueError(f"An allocation is one option per group, got an array of shape {array.shape}.")
+        array.setflags(write=False)
+        self.choices = array
+        self.groups = tuple(groups) if groups is not None else None
+        self.options = tuple(options) if options is not None else None
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    def __getitem__(self, index: Any) -> Any:
+        picked = self.choices[index]
+        return int(picked) if np.ndim(picked) == 0 else picked
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.choices.tolist())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.choices, dtype=dtype)
+
+    def __eq__(self, other: object) -> bool:
+        try:
+            return bool(np.array_equal(self.choices, np.asarray(other)))
+        except (TypeError, ValueError):
+            return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.choices.tobytes())
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self.choices[:12].tolist()))
+        return f"Allocation([{shown}{', ...' if len(self) > 12 else ''}], groups={len(self)})"
+
+    def tolist(self) -> list[int]:
+        """The option indices as a list."""
+        return [int(k) for k in self.choices]
+
+    def to_dict(self) -> dict[str, str]:
+        """Group label to option label, both defaulting to their indices."""
+        groups = self.groups or [str(i) for i in range(len(self))]
+        return {
+            group: self.options[k] if self.options else str(k)
+            for group, k in zip(groups, self.tolist(), strict=True)
+        }
+
+    def one_hot(self, num_options: int) -> Tensor:
+        """Float64 gates (N, K) with a one at each chosen option."""
+        return torch.nn.functional.one_hot(torch.tensor(self.choices), num_options).double()
 
 
 @dataclass(frozen=True)
@@ -68,7 +122,10 @@ class AllocationProblem:
             are ignored.
         groups: N labels for people.
         options: K labels for people.
-        floors: At least so many groups of each of certain blocks take an option; see :class:`Floors`.
+        min_counts: At least so many groups of a block take one of certain options, apart from the budgets' blocks:
+            a mapping with ``blocks`` (N block indices from 0), ``counts`` (one per block) and ``options`` (the
+            option indices that count); see :class:`rco.core.min_counts.MinCounts`. Every discrete allocation
+            keeps them; the continuous iterate of a search need not.
         monotone: Declares that within a group a costlier option is never worse (true of bit widths and of kept
             experts), so that a search may spend what its solution leaves of the budget.
 
@@ -91,35 +148,35 @@ class AllocationProblem:
         groups: Sequence[str] | None = None,
         options: Sequence[str] | None = None,
         monotone: bool = False,
-        floors: Floors | Mapping[str, Any] | None = None,
+        min_counts: MinCounts | Mapping[str, Any] | None = None,
     ) -> None:
         if sense not in ("==", "<="):
             raise ValueError(f'sense must be "==" or "<=", got {sense!r}.')
         self.sense: Sense = sense
         self.monotone = bool(monotone)
 
-        costs = costs_with_holes(option_costs, allowed)
-        num_groups = count_groups(costs, weights, blocks, allowed, groups, budget)
+        costs = _costs_with_holes(option_costs, allowed)
+        num_groups = _count_groups(costs, weights, blocks, allowed, groups, budget)
         self._given_costs = costs
         self.num_options = int(costs.numerators.shape[-1])
         self.num_groups = num_groups
-        self.allowed = check_allowed(allowed, num_groups, self.num_options)
-        self._weights = check_weights(weights, num_groups)
-        self.groups = check_labels(groups, num_groups, "groups")
-        self.options = check_labels(options, self.num_options, "options")
+        self.allowed = _check_allowed(allowed, num_groups, self.num_options)
+        self._weights = _check_weights(weights, num_groups)
+        self.groups = _check_labels(groups, num_groups, "groups")
+        self.options = _check_labels(options, self.num_options, "options")
 
         broadcast = np.broadcast_to(
             costs.numerators if costs.numerators.ndim == 3 else costs.numerators[None],
             (costs.numerators.shape[0] if costs.numerators.ndim == 3 else 1, num_groups, self.num_options),
         )
         self.num_joint = int(broadcast.shape[0])
-        broadcast = fill_forbidden(broadcast, self.allowed)
+        broadcast = _fill_forbidden(broadcast, self.allowed)
         self._directions = ExactArray(broadcast, costs.denominator)
-        self.unit_costs, self.denominator = weighted_costs(self._directions, self._weights)
-        self.floors = Floors.checked(floors, self.unit_costs, self.allowed)
+        self.unit_costs, self.denominator = _weighted_costs(self._directions, self._weights)
         self._set_blocks(blocks)
+        self.min_counts = MinCounts.checked(min_counts, self.allowed, self.block_index)
         self._set_budgets(budget)
-        check_budgets(self)
+        _check_budgets(self)
 
     # ------------------------------------------------------------------ shape
 
@@ -201,24 +258,25 @@ class AllocationProblem:
         )
 
     @cached_property
-    def floored_range(self) -> tuple[list[int], list[int]]:
-        """As :attr:`unit_range`, with the floors in force."""
-        low, high = self.unit_range
-        if self.floors is None:
-            return low, high
+    def counted_range(self) -> tuple[list[int], list[int]]:
+        """As :attr:`unit_range`, with the minimum counts in force."""
+        if self.min_counts is None:
+            return self.unit_range
         groups = np.arange(self.num_groups)
-        values = np.where(self.allowed, -self.unit_costs[0].astype(np.float64), -np.inf)
-        cheapest = self.floors.enforce(values[None])[0].argmax(axis=1)
-        dearest = self.floors.enforce(np.where(self.allowed, -values, -np.inf)[None])[0].argmax(axis=1)
-        return (
-            self._sum_per_budget(self.unit_costs[:, groups, cheapest]),
-            self._sum_per_budget(self.unit_costs[:, groups, dearest]),
-        )
+        ends: list[list[int]] = []
+        for sign in (1, -1):
+            per_group = []
+            for costs in self.unit_costs:
+                choices = self.min_counts.cheapest(sign * costs, self.allowed)
+                assert choices is not None, "checked at construction"
+                per_group.append(costs[groups, choices])
+            ends.append(self._sum_per_budget(np.stack(per_group)))
+        return ends[0], ends[1]
 
     @property
     def feasible_range(self) -> tuple[Any, Any]:
         """Lowest and highest reachable total cost (per budget, if there are several)."""
-        low, high = self.floored_range
+        low, high = self.counted_range
         return (
             self._per_budget([plain(Fraction(v, self.denominator)) for v in low]),
             self._per_budget([plain(Fraction(v, self.denominator)) for v in high]),
@@ -234,11 +292,11 @@ class AllocationProblem:
         return self._per_budget([plain(Fraction(u, self.denominator)) for u in self.units(allocation)])
 
     def is_feasible(self, allocation: Any) -> bool:
-        """Whether the allocation uses allowed options only and exceeds no budget."""
+        """Whether the allocation uses allowed options only, exceeds no budget and keeps the minimum counts."""
         choices = self._check_choices(allocation)
         if not self.allowed[np.arange(self.num_groups), choices].all():
             return False
-        if self.floors is not None and not self.floors.met(choices):
+        if self.min_counts is not None and not self.min_counts.met(choices):
             return False
         return all(u <= b for u, b in zip(self.units(choices), self.unit_budgets, strict=True))
 
@@ -386,7 +444,7 @@ class AllocationProblem:
             "groups": self.groups,
             "options": self.options,
             "monotone": self.monotone,
-            "floors": None if self.floors is None else self.floors.to_dict(),
+            "min_counts": None if self.min_counts is None else self.min_counts.to_dict(),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -405,7 +463,7 @@ class AllocationProblem:
     def from_dict(cls, described: Mapping[str, Any]) -> AllocationProblem:
         """The inverse of :meth:`to_dict`; unknown keys are an error."""
         known = {"option_costs", "budget", "weights", "sense", "blocks", "allowed", "groups", "options"}
-        known |= {"monotone", "floors"}
+        known |= {"monotone", "min_counts"}
         unknown = sorted(set(described) - known)
         if unknown:
             raise ValueError(f"Unknown keys {unknown} in a problem; allowed are {sorted(known)}.")
@@ -445,3 +503,181 @@ class AllocationProblem:
     def __repr__(self) -> str:
         budgets = f"{show(self.budgets[0])}" if self.num_budgets == 1 else f"{self.num_budgets} budgets"
         return f"AllocationProblem(groups={self.num_groups}, options={self.num_options}, C {self.sense} {budgets})"
+
+
+# ---------------------------------------------------------------------------- checks of the arguments
+
+
+def _costs_with_holes(option_costs: Any, allowed: Any) -> ExactArray:
+    """Exact costs; entries of forbidden options may hold anything, NaN included."""
+    if allowed is not None:
+        mask = np.asarray(allowed)
+        raw = np.asarray(option_costs)
+        if raw.dtype.kind == "f" and raw.ndim >= 2 and raw.shape[-2:] == mask.shape and mask.dtype == bool:
+            option_costs = np.where(mask, raw, 0.0)
+    costs = exact_array(option_costs, "option_costs")
+    if costs.numerators.ndim not in (1, 2, 3):
+        raise ValueError(
+            f"option_costs must have shape (K,), (N, K) or (q, N, K), got {costs.numerators.shape}."
+        )
+    if 0 in costs.numerators.shape:
+        raise ValueError(
+            f"option_costs is empty: shape {costs.numerators.shape}; N, K and q must be at least 1."
+        )
+    return costs
+
+
+def _count_groups(
+    costs: ExactArray, weights: Any, blocks: Any, allowed: Any, groups: Sequence[str] | None, budget: Any
+) -> int:
+    """N, from whichever argument carries it."""
+    if costs.numerators.ndim >= 2:
+        return int(costs.numerators.shape[-2])
+    for name, value in (("weights", weights), ("blocks", blocks), ("allowed", allowed), ("groups", groups)):
+        if value is not None:
+            count = len(value)
+            if count == 0:
+                raise ValueError(f"{name} is empty: a problem needs at least one group.")
+            return count
+    raise ValueError(
+        "The number of groups is unknown: with shared (K,) option_costs give weights, blocks, allowed or groups "
+        "(one entry per group), or repeat the costs as an (N, K) array."
+    )
+
+
+def _check_allowed(allowed: Any, num_groups: int, num_options: int) -> np.ndarray:
+    """Booleans (N, K), each group with at least one allowed option."""
+    if allowed is None:
+        return np.ones((num_groups, num_options), dtype=bool)
+    mask = np.asarray(allowed)
+    if mask.dtype != bool or mask.shape != (num_groups, num_options):
+        raise ValueError(
+            f"allowed must be booleans of shape ({num_groups}, {num_options}), got {mask.dtype} of shape "
+            f"{mask.shape}."
+        )
+    closed = np.flatnonzero(~mask.any(axis=1))
+    if closed.size:
+        raise ValueError(f"Group {int(closed[0])} has no allowed option; leave each group at least one.")
+    mask = mask.copy()
+    mask.setflags(write=False)
+    return mask
+
+
+def _check_weights(weights: Any, num_groups: int) -> ExactArray | None:
+    """Positive exact weights (N,)."""
+    if weights is None:
+        return None
+    exact = exact_array(weights, "weights")
+    if exact.numerators.shape != (num_groups,):
+        raise ValueError(f"weights must have shape ({num_groups},), got {exact.numerators.shape}.")
+    bad = np.flatnonzero(exact.numerators <= 0)
+    if bad.size:
+        i = int(bad[0])
+        value = show(Fraction(int(exact.numerators[i]), exact.denominator))
+        raise ValueError(
+            f"weights must be positive, got {value} for group {i}; drop the group or give it a weight."
+        )
+    return exact
+
+
+def _check_labels(labels: Sequence[str] | None, count: int, name: str) -> tuple[str, ...] | None:
+    """Labels as strings, as many as needed."""
+    if labels is None:
+        return None
+    labels = tuple(str(label) for label in labels)
+    if len(labels) != count:
+        raise ValueError(f"{name} must hold {count} labels, got {len(labels)}.")
+    return labels
+
+
+def _fill_forbidden(costs: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    """Give forbidden options the cost of their group's first allowed option, so that they widen no range."""
+    if allowed.all():
+        return costs
+    first = allowed.argmax(axis=1)
+    fallback = costs[:, np.arange(costs.shape[1]), first]
+    return np.where(allowed[None], costs, fallback[:, :, None])
+
+
+def _weighted_costs(directions: ExactArray, weights: ExactArray | None) -> tuple[np.ndarray, int]:
+    """Exact ``w_i c_ik`` over one denominator, as int64 where even their sum over all groups fits."""
+    costs = directions.numerators
+    factor = weights.numerators if weights is not None else np.ones(costs.shape[1], dtype=np.int64)
+    largest = max(abs(int(costs.min())), abs(int(costs.max()))) * int(factor.max()) * len(factor)
+    if costs.dtype == object or factor.dtype == object or largest >= _INT64_SAFE:
+        product = costs.astype(object) * factor.astype(object)[None, :, None]
+        product = integer_array(product) if largest < _INT64_SAFE else product
+    else:
+        product = costs * factor[None, :, None]
+    denominator = directions.denominator * (weights.denominator if weights is not None else 1)
+    divisor = math.gcd(denominator, int(np.gcd.reduce(product, axis=None)))
+    return product // divisor, denominator // divisor
+
+
+def _check_budgets(problem: AllocationProblem) -> None:
+    """Refuse budgets that no assignment meets, or under which there is nothing to decide.
+
+    Raises:
+        InfeasibleBudgetError: A budget lies outside its reachable range, or joint ones cannot be met together.
+        ValueError: Under "==", every assignment costs the same.
+    """
+    low, high = problem.counted_range
+    for j, budget in enumerate(problem.budgets):
+        lowest, highest = Fraction(low[j], problem.denominator), Fraction(high[j], problem.denominator)
+        reachable = f"reachable totals lie between {show(lowest)} and {show(highest)}"
+        if budget < lowest:
+            raise InfeasibleBudgetError(
+                f"{_budget_name(problem, j)} is {show(budget)}, but {reachable}; raise it to at least "
+                f"{show(lowest)}, or allow cheaper options."
+            )
+        if problem.sense == "==" and lowest == highest:
+            raise ValueError(
+                f"Under {_budget_name(problem, j)} every assignment costs the same ({show(lowest)}): all options "
+                "of each group cost the same, so the expected cost is constant, its gradient vanishes and "
+                'C = B is no surface to walk on. Give options of different cost, or use sense="<=" if the '
+                "budget is not meant to decide anything."
+            )
+        if problem.sense == "==" and budget > highest:
+            raise InfeasibleBudgetError(
+                f"{_budget_name(problem, j)} is {show(budget)}, but {reachable}; lower it to at most "
+                f'{show(highest)}, or use sense="<=" if it may be left unspent.'
+            )
+    if problem.num_joint > 1:
+        _check_joint(problem)
+
+
+def _budget_name(problem: AllocationProblem, j: int) -> str:
+    if problem.block_ids is not None:
+        return f"the budget of block {problem.block_ids[j]!r}"
+    return "the budget" if problem.num_joint == 1 else f"joint budget {j}"
+
+
+def _check_joint(problem: AllocationProblem) -> None:
+    """Whether the joint budgets can be met together, by the linear relaxation."""
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_matrix, vstack
+
+    cells = np.flatnonzero(problem.allowed)
+    rows = cells // problem.num_options
+    # In units of the ranges, shared among the groups so that entries are of moderate size.
+    matrix = problem.num_groups * problem.relative_costs.reshape(problem.num_joint, -1)[:, cells]
+    choose_one = csr_matrix((np.ones(len(cells)), (rows, np.arange(len(cells)))))
+    totals, targets = csr_matrix(matrix), problem.num_groups * problem.relative_budgets
+    # Under "==" the continuous iterate must be able to stand on every budget at once.
+    exact = problem.sense == "=="
+    result = linprog(
+        np.zeros(len(cells)),
+        A_ub=None if exact else totals,
+        b_ub=None if exact else targets,
+        A_eq=vstack([choose_one, totals]) if exact else choose_one,
+        b_eq=np.concatenate([np.ones(problem.num_groups), targets if exact else []]),
+        bounds=(0, None),
+        method="highs",
+        # Any limit at all: without one this HiGHS takes minutes, with one a second.
+        options={"time_limit": 300.0},
+    )
+    if result.status == 2:
+        raise InfeasibleBudgetError(
+            f"The {problem.num_joint} joint budgets {[show(b) for b in problem.budgets]} cannot be met together, "
+            f"although each lies in its own range {problem.feasible_range}; raise some of them."
+        )

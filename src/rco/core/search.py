@@ -1,12 +1,12 @@
-"""Riemannian Constrained Optimization: Algorithm 1 of the paper, then the choice among what it found.
+"""Riemannian Constrained Optimization: Algorithm 1 of the paper, then the choice among the candidates it found.
 
-Each step draws Gumbel samples, makes every sample feasible with the exact knapsack, takes the straight-through
-gradient of the loss, and lets Adam walk on the budget manifold. After the last step the candidates (the final
-and the averaged logits, what the options cost as measured, the best sample, the prior, the uniform assignment)
-are compared on batches that no gradient has used, and the winner is refined; see :mod:`rco.core.refine`.
+:meth:`GumbelSearch.loop` is Algorithm 1, with its lines marked. Each step draws Gumbel samples, makes every
+sample feasible with the exact knapsack, takes the straight-through gradient of the loss, and moves the logits.
+After the last step the candidates (the final and the averaged logits, the options' losses as the search has
+measured them, the best sample, the prior, the uniform assignment) are compared on batches that no gradient has
+used, and the winner is refined; see :mod:`rco.core.refine`.
 
-:class:`GumbelSearch` is that loop with one part left open, the walker, which moves the logits given a gradient.
-RCO walks on the manifold; the Lagrangian baselines walk freely and are pushed, and differ in nothing else.
+RCO moves the logits on the budget manifold; the Lagrangian baselines share the loop with another optimizer.
 """
 
 from __future__ import annotations
@@ -14,30 +14,36 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core.evaluation import Evaluator
-from rco.core.measured import MeasuredLosses
+from rco.core.choice import Candidates, SampleTracker
+from rco.core.evaluator import Evaluator
+from rco.core.expected_cost import expected_cost
+from rco.core.interaction import InteractionLosses
+from rco.core.objective import CallableObjective
+from rco.core.optimizer import LogitOptimizer, ManifoldOptimizer
 from rco.core.problem import AllocationProblem
-from rco.core.process import BudgetedSearch, Process, sampled_choices
-from rco.core.refine import Candidates, SampleTracker, refine
-from rco.core.relaxation import batch_order, expected_cost, gumbel_noise, straight_through, temperature
+from rco.core.refine import refine
 from rco.core.result import SearchResult, StepRecord
-from rco.core.walker import ManifoldWalker, Walker
+from rco.core.sampling import batch_order, feasible_choices, gumbel_noise, straight_through
+from rco.core.searcher import OPEN_END, BudgetedSearch, SearchRun, SearchState
 
 __all__ = [
     "MOST_CANDIDATES",
+    "PRINTED",
     "RCO",
-    "CallableObjective",
     "GumbelSearch",
+    "PlainRCO",
     "Schedule",
     "fit_schedule",
     "minimize",
+    "temperature",
 ]
 
 _OWN_CANDIDATES = 4  # most that the loop proposes
@@ -48,7 +54,6 @@ _CHOICE, _REFINE = 0.15, 0.2
 _SHORT = 400  # evaluations below which nothing is left for exchanges
 _FEW_STEPS = 20  # below which samples are given up for steps
 _LOOP_SECONDS = 0.75  # share of the seconds that the loop may take, where seconds are limited
-_OPEN_END = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +75,7 @@ class GumbelSearch(BudgetedSearch):
             the result. Algorithm 1 as printed is ``choose=False, refine=0, curvature=False, monotone=False``.
         monotone: Whether costlier options are never worse, so that unspent budget is spent; None: as the
             problem declares.
-        seed, max_evaluations, max_seconds: See :class:`rco.core.process.BudgetedSearch`. An allowance shortens
+        seed, max_evaluations, max_seconds: See :class:`rco.core.searcher.BudgetedSearch`. An allowance shortens
             the loop and what follows it; the temperature then falls over what is left.
     """
 
@@ -106,14 +111,56 @@ class GumbelSearch(BudgetedSearch):
         return self.choose
 
     @abstractmethod
-    def make_walker(self, problem: AllocationProblem, prior: Tensor) -> Walker:
+    def make_optimizer(self, problem: AllocationProblem, prior: Tensor) -> LogitOptimizer:
         """What moves the logits of this method."""
 
-    def begin(self, problem: AllocationProblem, evaluator: Evaluator, prior: Tensor | None) -> Process:
-        """The loop at its first step, with a schedule that fits the allowance."""
+    def loop(self, run: SearchRun) -> SearchResult:
+        """Algorithm 1 of the paper, line by line, with the harness around it."""
+        problem = run.problem
         if self.monotone is not None and self.monotone != problem.monotone:
             problem = problem.replace(monotone=self.monotone)
-        return GumbelProcess(problem, evaluator, prior, self)
+        state = run.resume(GumbelState(self, run, problem))
+        schedule, optimizer, logits = state.schedule, state.optimizer, state.optimizer.logits  # line 1
+        shape = (problem.num_groups, problem.num_options)
+
+        def draw(step: int, tau: float, drawn: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+            """Gates of a step's samples, one by one: a device works on one sample while the next is made."""
+            for j in range(schedule.samples):  # line 4
+                noise = gumbel_noise(  # line 5: Gumbel noise
+                    shape, seed=self.seed, step=step, sample=j, antithetic=self.antithetic
+                )
+                perturbed = logits + noise + problem.log_allowed
+                values = perturbed.detach().numpy()[None]
+                (found,) = feasible_choices(values, logits.detach(), problem)  # line 6: exact knapsack
+                choices = torch.from_numpy(found)
+                gates = straight_through(perturbed / tau, choices)  # line 7: forward z, backward softmax
+                drawn.append((choices, gates))
+                yield gates.detach()
+
+        with run.allowance():
+            for step in run.steps(schedule.steps, cost=state.step_cost):  # line 2
+                if state.progress(step) >= 1.0:  # the loop's share of the seconds is used up
+                    break
+                tau = temperature(state.progress(step + 1), self.tau)
+                drawn: list[tuple[Tensor, Tensor]] = []
+                batches = state.batches(step)
+                evaluated = run.evaluator.losses_and_gradients(draw(step, tau, drawn), batches)
+
+                losses, gradient, prices = [], torch.zeros_like(logits), torch.zeros_like(logits)  # line 3
+                # The order of the sums is fixed here, whichever rank has evaluated a sample.
+                for (choices, gates), some, (loss, slope) in zip(drawn, batches, evaluated, strict=True):
+                    slope = state.corrected(choices, slope)
+                    (sample_gradient,) = torch.autograd.grad(gates, logits, slope)  # line 7: chain rule
+                    gradient += sample_gradient / schedule.samples
+                    prices += slope / schedule.samples
+                    losses.append(loss)
+                    state.best.see(choices.numpy(), some, loss)
+
+                mean = float(np.mean(losses))
+                optimizer.step(gradient, mean)  # lines 9 to 14: project, Adam, retract, transport
+                state.average_in(step + 1, prices)
+                run.record(mean, **state.describe(tau))
+        return run.choose()  # line 16, and the choice among candidates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +172,41 @@ class RCO(GumbelSearch):
 
     name: ClassVar[str] = "rco"
 
-    def make_walker(self, problem: AllocationProblem, prior: Tensor) -> Walker:
+    def make_optimizer(self, problem: AllocationProblem, prior: Tensor) -> LogitOptimizer:
         """Riemannian Adam on the budget manifold."""
-        return ManifoldWalker(problem, prior, self.lr)
+        return ManifoldOptimizer(problem, prior, self.lr)
+
+
+# Algorithm 1 exactly as the paper prints it. Temperatures of section 3.1; the straight-through gradient without
+# a term for curvature; and line 16 as result: the knapsack of the last logits, with no choice, no exchanges and
+# no use of the budget that it leaves.
+PRINTED: Mapping[str, Any] = MappingProxyType(
+    {"tau": (1.0, 0.01), "refine": 0, "curvature": False, "choose": False, "monotone": False}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainRCO(RCO):
+    """Algorithm 1 as printed: the knapsack of the last logits is the result, with what it leaves unspent.
+
+    Steps, samples, learning rate, temperatures and antithetic sampling are settings as for :class:`RCO`; the
+    rest of ``PRINTED`` is fixed. Without a prior the logits start at zero. The result is not compared with the
+    starting points, so it may be worse than them.
+    """
+
+    name: ClassVar[str] = "rco-plain"
+
+    tau: tuple[float, float] = PRINTED["tau"]
+    refine: int | None = field(default=PRINTED["refine"], init=False)
+    curvature: bool = field(default=PRINTED["curvature"], init=False)
+    choose: bool = field(default=PRINTED["choose"], init=False)
+    monotone: bool | None = field(default=PRINTED["monotone"], init=False)
+
+
+def temperature(progress: float, tau: tuple[float, float]) -> float:
+    """Exponential annealing from tau[0] to tau[1], reached at ``progress`` 1 (paper, section 3.1)."""
+    start, end = tau
+    return max(end, float(start * (end / start) ** progress))
 
 
 @dataclass(frozen=True)
@@ -157,9 +236,9 @@ def fit_schedule(settings: GumbelSearch, evaluator: Evaluator, candidates: int) 
     if math.isinf(evaluator.most):
         steps, passes = settings.steps, settings.refine
         if steps is None:
-            steps = _OPEN_END  # ended by seconds
+            steps = OPEN_END  # ended by seconds
         if passes is None:
-            passes = _OPEN_END
+            passes = OPEN_END
         return Schedule(steps, settings.samples, available, passes * available)
     allowance = int(evaluator.most)
     short = allowance < _SHORT
@@ -179,132 +258,78 @@ def fit_schedule(settings: GumbelSearch, evaluator: Evaluator, candidates: int) 
     )
 
 
-class GumbelProcess(Process):
-    """The loop's state: the walker, what has been averaged, the best sample."""
+class GumbelState(SearchState):
+    """The logits, their averages, the best sample, and how the allowance is divided."""
 
-    def __init__(
-        self,
-        problem: AllocationProblem,
-        evaluator: Evaluator,
-        prior: Tensor | None,
-        settings: GumbelSearch,
-    ) -> None:
-        super().__init__(problem, evaluator, prior)
+    saved = ("optimizer", "average", "prices", "averaged", "interaction", "best")
+
+    def __init__(self, settings: GumbelSearch, run: SearchRun, problem: AllocationProblem) -> None:
+        super().__init__(run, problem)
         self.settings = settings
-        self.own_candidates = _OWN_CANDIDATES if settings.choose else 1
-        self._follow(fit_schedule(settings, evaluator, self.own_candidates + evaluator.starts))
-        self.walker = settings.make_walker(problem, self.scores())
-        self.average = torch.zeros_like(self.scores())
+        self.candidates = _OWN_CANDIDATES if settings.choose else 1
+        self._follow(fit_schedule(settings, self.evaluator, self.candidates + self.evaluator.starts))
+        self.optimizer = settings.make_optimizer(problem, run.scores())
+        self.average = torch.zeros_like(run.scores())
         # What each option would cost, predicted at the samples of the last steps.
         self.prices = torch.zeros_like(self.average)
         self.averaged = 0
-        self.measured = (
-            MeasuredLosses(problem, evaluator.curvature)
-            if evaluator.curvature is not None and settings.curvature and problem.monotone
+        curvature = self.evaluator.curvature
+        self.interaction = (
+            InteractionLosses(problem, curvature)
+            if curvature is not None and settings.curvature and problem.monotone
             else None
         )
-        self.best = SampleTracker(evaluator.objective.num_batches)
-        self.taken = 0
-        self.tau = settings.tau[0]
+        self.best = SampleTracker(self.evaluator.objective.num_batches)
 
     def _follow(self, schedule: Schedule) -> None:
         self.schedule, self.kept_back = schedule, schedule.refine
         self.evaluator.selection_batches = range(schedule.selection)
 
-    @property
-    def steps(self) -> int:
-        """As the schedule says."""
-        return self.schedule.steps
-
-    @property
-    def done(self) -> bool:
-        """Whether the loop's share of the seconds is used up, where seconds are limited."""
-        return self.progress >= 1.0
-
-    def cost(self, step: int) -> int:
+    def step_cost(self, step: int) -> int:
         """A forward and a backward per sample and batch."""
         return 3 * self.schedule.samples * self.settings.batches_per_sample
 
-    @property
-    def progress(self) -> float:
-        """How much of the loop is over, by steps or by seconds, whichever is further."""
-        return self._progress_after(self.taken)
-
-    def _progress_after(self, steps: int) -> float:
+    def progress(self, steps: int) -> float:
+        """How much of the loop is over after so many steps: by steps or by seconds, whichever is further."""
         by_time = self.evaluator.seconds / (_LOOP_SECONDS * self.evaluator.max_seconds)
-        return max(steps / max(self.steps, 1), by_time)
+        return max(steps / max(self.schedule.steps, 1), by_time)
 
-    def advance(self, step: int) -> float:
-        """Lines 3 to 14 of Algorithm 1."""
-        settings, logits, samples = self.settings, self.walker.logits, self.schedule.samples
-        self.tau = temperature(self._progress_after(step + 1), 1.0, settings.tau)
-        drawn: list[tuple[Tensor, Tensor]] = []  # choices and gates
-        count = settings.batches_per_sample
+    def batches(self, step: int) -> list[list[int]]:
+        """The batches of each of a step's samples."""
+        samples, count = self.schedule.samples, self.settings.batches_per_sample
         walk = batch_order(
             self.evaluator.objective.num_batches,
-            seed=settings.seed,
+            seed=self.settings.seed,
             first=step * samples * count,
             count=samples * count,
         )
-        batches = [walk[j * count : (j + 1) * count] for j in range(samples)]
+        return [walk[j * count : (j + 1) * count] for j in range(samples)]
 
-        def draw() -> Iterator[Tensor]:
-            """Knapsack after knapsack: a device that has been given one sample works while the next is made."""
-            for j in range(samples):
-                drawn.append(self._sample(step, j))
-                yield drawn[-1][1].detach()
+    def corrected(self, choices: Tensor, slope: Tensor) -> Tensor:
+        """A sample's gradient in the gates (N, K), with the curvature's cost of leaving its choices."""
+        if self.interaction is not None:
+            self.interaction.see(choices, slope)
+        bend = self.evaluator.bend(choices) if self.settings.curvature else None
+        return slope if bend is None else slope + bend
 
-        evaluated = self.evaluator.losses_and_gradients(draw(), batches)
-
-        gradient, prices = torch.zeros_like(logits), torch.zeros_like(logits)
-        losses = []
-        # The order of the sums is fixed here, whoever has evaluated the samples.
-        for (choices, gates), some, (loss, gate_gradient) in zip(drawn, batches, evaluated, strict=True):
-            if self.measured is not None:
-                self.measured.see(choices, gate_gradient)
-            bend = self.evaluator.bend(choices) if settings.curvature else None
-            if bend is not None:
-                gate_gradient = gate_gradient + bend
-            # The chain rule through the straight-through softmax.
-            (sample_gradient,) = torch.autograd.grad(gates, logits, gate_gradient)
-            gradient += sample_gradient / samples
-            prices += gate_gradient / samples
-            losses.append(loss)
-            self.best.see(choices.numpy(), some, loss)
-
-        self.walker.step(gradient, float(np.mean(losses)))
-        self.taken = step + 1
+    def average_in(self, steps: int, prices: Tensor) -> None:
+        """Add the logits after the last steps to their average."""
         # By steps alone the last ones are known beforehand; by seconds they are those after a share of them.
-        if self.progress > 1.0 - settings.average_last or self.taken == self.steps:
-            self.average += logits.detach()
+        if self.progress(steps) > 1.0 - self.settings.average_last or steps == self.schedule.steps:
+            self.average += self.optimizer.logits.detach()
             self.prices += prices.detach()
             self.averaged += 1
-        return float(np.mean(losses))
 
-    def _sample(self, step: int, number: int) -> tuple[Tensor, Tensor]:
-        """Choices (N,) of one feasible sample and its straight-through gates (N, K)."""
-        settings, logits = self.settings, self.walker.logits
-        shape = (self.problem.num_groups, self.problem.num_options)
-        noise = gumbel_noise(
-            shape, seed=settings.seed, step=step, sample=number, antithetic=settings.antithetic
-        )
-        perturbed = logits + noise + self.problem.log_allowed
-        values = perturbed.detach().numpy()[None]
-        (found,) = sampled_choices(values, logits.detach(), self.problem)
-        choices = torch.from_numpy(found)
-        return choices, straight_through(perturbed / self.tau, choices)
-
-    def describe(self) -> dict[str, Any]:
+    def describe(self, tau: float) -> dict[str, Any]:
         """Temperature, expected cost, and how far the groups are decided."""
-        with torch.no_grad():
-            log_p = torch.log_softmax(self.walker.logits + self.problem.log_allowed, dim=-1)
-            p = log_p.exp()
-            entropy = -torch.where(p > 0, p * log_p, 0.0).sum(dim=-1).mean()
-            cost = expected_cost(self.problem, self.walker.logits)
+        logits = self.optimizer.logits.detach()
+        log_p = self._log_p(logits)
+        p = log_p.exp()
+        entropy = -torch.where(p > 0, p * log_p, 0.0).sum(dim=-1).mean()
         return {
             "best_loss": self.best.loss,
-            "temperature": self.tau,
-            "expected_cost": tuple(cost.reshape(-1).tolist()),
+            "temperature": tau,
+            "expected_cost": tuple(expected_cost(self.problem, logits).reshape(-1).tolist()),
             "entropy": float(entropy) / math.log(max(self.problem.num_options, 2)),
             "decided": int((p.max(dim=-1).values > 0.9).sum()),
         }
@@ -314,14 +339,14 @@ class GumbelProcess(Process):
 
     def propose(self, candidates: Candidates) -> None:
         """Line 16 of Algorithm 1, and what else the loop has learned."""
-        final = self._log_p(self.walker.logits)
+        final = self._log_p(self.optimizer.logits)
         candidates.add_values("final", final)
         if not self.settings.choose:
             return
         if self.averaged:
             candidates.add_values("averaged", self._log_p(self.average / self.averaged))
-        if self.measured is not None:
-            candidates.add_values("measured", self.problem.log_allowed - self.measured.losses)
+        if self.interaction is not None:
+            candidates.add_values("measured", self.problem.log_allowed - self.interaction.losses)
         elif self.averaged:
             candidates.add_values("prices", self.problem.log_allowed - self.prices / self.averaged)
         if self.best.choices is not None:
@@ -340,44 +365,13 @@ class GumbelProcess(Process):
         return refined.choices, refined.loss
 
     def state(self) -> dict[str, Any]:
-        """Logits, walker, averages and the schedule, which a new allowance does not change."""
-        return {
-            "schedule": asdict(self.schedule),
-            "taken": self.taken,
-            "logits": self.walker.logits.detach().clone(),
-            "walker": self.walker.state_dict(),
-            "average": self.average.clone(),
-            "prices": self.prices.clone(),
-            "averaged": self.averaged,
-            "measured": None if self.measured is None else self.measured.state(),
-            "best": self.best.state(),
-        }
+        """With the schedule, which a new allowance does not change."""
+        return {**super().state(), "schedule": asdict(self.schedule)}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state`."""
         self._follow(Schedule(**state["schedule"]))
-        self.taken = state["taken"]
-        with torch.no_grad():
-            self.walker.logits.copy_(state["logits"])
-        self.walker.load_state_dict(state["walker"])
-        self.average, self.prices = state["average"].clone(), state["prices"].clone()
-        self.averaged = state["averaged"]
-        if self.measured is not None:
-            self.measured.load(state["measured"])
-        self.best.load(state["best"])
-
-
-class CallableObjective:
-    """A plain function of the gates as an objective with one batch."""
-
-    num_batches = 1
-
-    def __init__(self, loss_of_gates: Callable[[Tensor], Tensor]) -> None:
-        self._loss = loss_of_gates
-
-    def loss(self, gates: Tensor, batch: int) -> Tensor:
-        """The function's value; there is only batch 0."""
-        return self._loss(gates)
+        super().load(state)
 
 
 def minimize(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rco.core.transfer import send
+from rco.core.async_copy import send
 from rco.formats import integer_kernels_bfloat16, integer_kernels_triton
 from rco.formats.integer import PackedWeight
 from rco.formats.integer_kernels_triton import DENSE, Operand

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rco.core.transfer import send
+from rco.core.async_copy import send
 from rco.formats import integer_kernels_cpu
 from rco.formats.base import Stored
 from rco.formats.integer import PackedWeight

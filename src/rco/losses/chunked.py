@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rco.core.transfer import send
+from rco.core.async_copy import send
 from rco.losses.head import (
     LOGITS_BYTES,
     Head,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rco.core.transfer import send
+from rco.core.async_copy import send
 from rco.formats.base import Stored
 from rco.formats.streaming import OptionStream
 from rco.formats.switchable import Selection, SwitchableLinear, WeightBuffer

@@ -291,14 +291,15 @@ class WidthContest(Contest):
                 curve.see(spent * self.tokens_per_batch, record.seconds + prepared.seconds, incumbent)
 
         with compression.objective(self._data.search, self._data.selection) as objective:
+            tables = {}
             if entrant.measures_fisher and prepared.differences is not None:
                 known = compression.relative_errors() if entrant.pooled else None
-                objective.fisher_losses = predicted_losses(prepared.differences, known)
+                tables["fisher_losses"] = predicted_losses(prepared.differences, known)
             if entrant.method == "mxmoe" and prepared.layer_errors is not None:
-                objective.layer_errors = prepared.layer_errors
+                tables["layer_errors"] = prepared.layer_errors
             result: SearchResult = searcher.search(
                 problem,
-                objective,
+                objective.with_tables(**tables),
                 on_incumbent=on_incumbent if curve is not None else None,
                 **beliefs,
             )

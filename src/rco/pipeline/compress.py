@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rco.atomic_files import write_tensors_atomic
 from rco.compression.compression import Compression
+from rco.core.objective import Objective
 from rco.core.problem import Allocation, AllocationProblem
-from rco.core.protocols import Objective
 from rco.core.result import SearchResult, StepRecord
 from rco.data.calibration import DataSplits
 from rco.distributed import join, serve, shared
@@ -217,7 +217,7 @@ def _search(
 ) -> SearchResult:
     """The run's result: searched for, or read if the search is done.
 
-    ``known`` are attributes that the objective gets: what a method reads of the model beside its loss.
+    ``known`` are tables that the objective gets (:meth:`rco.core.objective.Objective.table`).
     """
     if run.finished:
         found, groups = run.result, planned.problem.num_groups
@@ -231,8 +231,6 @@ def _search(
     own = {"pair": impq_pair(compression.plan, planned.problem)}
     searcher = configured_searcher(config, own)
     with _timed(run, "search"), _shared_objective(planned, data) as objective:
-        for name, value in known.items():
-            setattr(objective, name, value)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what earlier stages have left is not this one's
             torch.cuda.reset_peak_memory_stats(device)
@@ -240,7 +238,7 @@ def _search(
             run,
             searcher,
             planned.problem,
-            objective,
+            objective.with_tables(**known),
             _beliefs(config, planned),
             progress,
             lambda units: compression.describe_cost(planned.budget.kind, units),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rco import registry
 from rco.baselines.evolution import Evolution
-from rco.baselines.sensitivity import Fisher
+from rco.baselines.fisher_information import Fisher
 from rco.compression.compression import SCORES
 from rco.core.search import GumbelSearch
 from rco.pipeline.configs import PLAIN, CompressConfig

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from rco.baselines.common import generator
-from rco.baselines.selection import share_budget
+from rco.baselines.block_budgets import share_budget
 from rco.compression.compression import Compression
 from rco.compression.priors import score_table
 from rco.core.knapsack import knapsack, solve_mckp
+from rco.core.moves import layer_order, spend, uniform_allocation
 from rco.core.problem import Allocation, AllocationProblem, InfeasibleBudgetError
-from rco.core.refine import layer_order, spend, uniform_allocation
 from rco.core.result import SearchResult
+from rco.core.sampling import generator
 from rco.pipeline.progress import Progress
 
 __all__ = ["pick_at_random", "pick_by_score", "reference_allocations"]

@@ -8,8 +8,8 @@ from typing import Any
 
 from rco import registry
 from rco.compression.plan import CompressionPlan
-from rco.core.plain import PRINTED
 from rco.core.problem import AllocationProblem
+from rco.core.search import PRINTED
 from rco.pipeline.configs import PLAIN, TAU, CompressConfig
 
 __all__ = ["configured_searcher", "impq_pair", "make_searcher", "search_settings"]

@@ -8,17 +8,19 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from rco.core.moves import uniform_allocation
+from rco.core.objective import Loss, as_objective
 from rco.core.problem import AllocationProblem
-from rco.core.protocols import Objective, QueuedObjective, Searcher, selection_objective
-from rco.core.refine import uniform_allocation
 from rco.core.result import SearchResult, StepRecord
+from rco.core.searcher import Searcher
 from rco.testing.problems import QuadraticObjective, random_problem
 
 __all__ = ["check_objective", "check_searcher"]
 
 
-def check_objective(objective: Objective, num_groups: int, num_options: int) -> None:
+def check_objective(objective: Loss, num_groups: int, num_options: int) -> None:
     """A finite, repeatable scalar per batch, differentiable in the gates; the same where it is enqueued."""
+    objective = as_objective(objective)
     generator = torch.Generator().manual_seed(0)
     choices = torch.randint(num_options, (num_groups,), generator=generator)
     assert objective.num_batches >= 1, f"num_batches is {objective.num_batches}"
@@ -33,18 +35,15 @@ def check_objective(objective: Objective, num_groups: int, num_options: int) -> 
         with torch.no_grad():
             again = objective.loss(gates.detach(), batch)
         assert torch.allclose(loss.detach(), again), f"the same gates gave {float(loss)} and {float(again)}"
-        if isinstance(objective, QueuedObjective):
-            answers = [objective.enqueue(gates.detach(), batch) for _ in range(2)]
-            for value, slope in (answer() for answer in answers):
-                assert np.isclose(value, float(again), rtol=1e-4), f"enqueued, {float(again)} became {value}"
-                assert slope.device == gates.device, f"the gradient came back on {slope.device}"
-                assert torch.allclose(slope, gradient, rtol=1e-3, atol=1e-6), (
-                    "enqueued, the gradient is another"
-                )
+        answers = [objective.enqueue(gates.detach(), batch) for _ in range(2)]
+        for value, slope in (answer() for answer in answers):
+            assert np.isclose(value, float(again), rtol=1e-4), f"enqueued, {float(again)} became {value}"
+            assert slope.device == gates.device, f"the gradient came back on {slope.device}"
+            assert torch.allclose(slope, gradient, rtol=1e-3, atol=1e-6), "enqueued, the gradient is another"
 
 
 def check_searcher(searcher: Searcher) -> None:
-    """Exact budgets, determinism, never worse than the starting points, JSON, on_step, locks and blocks.
+    """Exact budgets, minimum counts, determinism, never worse than the starts, JSON, on_step, locks, blocks.
 
     A searcher whose ``compares_starts`` is False reports what it has found, also where a starting point is better.
     """
@@ -56,6 +55,35 @@ def check_searcher(searcher: Searcher) -> None:
         _check_run(searcher, problem, objective, prior)
     blocks = AllocationProblem([0, 1], budget=[1, 2], blocks=[0, 0, 1, 1, 1])
     _check_run(searcher, blocks, QuadraticObjective(5, 2, seed=1), None)
+    for problem in counted_problems():
+        objective = QuadraticObjective(problem.num_groups, problem.num_options, seed=2, num_batches=2)
+        _check_run(searcher, problem, objective, None)
+
+
+def counted_problems() -> list[AllocationProblem]:
+    """Two layers of four experts, of which at least two and one must not be removed.
+
+    With two options of equal cost (pruning), and with removed, 2, 3 or 4 bits at costs that differ between experts,
+    under a budget close to what the minimum counts cost.
+    """
+    layers = [0, 0, 0, 0, 1, 1, 1, 1]
+    labels = [f"layers.{layer}.experts.{expert % 4}" for expert, layer in enumerate(layers)]
+    pruning = AllocationProblem(
+        [[0, 1]] * 8,
+        budget=4,
+        groups=labels,
+        monotone=True,
+        min_counts={"blocks": layers, "counts": [2, 1], "options": [1]},
+    )
+    sizes = np.array([5, 1, 4, 2, 3, 3, 1, 2])[:, None]
+    widths = AllocationProblem(
+        sizes * [0, 2, 3, 4],
+        budget=14,
+        sense="<=",
+        groups=labels,
+        min_counts={"blocks": layers, "counts": [2, 1], "options": [1, 2, 3]},
+    )
+    return [pruning, widths]
 
 
 def _arguments() -> list[dict[str, object]]:
@@ -65,7 +93,7 @@ def _arguments() -> list[dict[str, object]]:
 
 
 def _check_run(
-    searcher: Searcher, problem: AllocationProblem, objective: Objective, prior: torch.Tensor | None
+    searcher: Searcher, problem: AllocationProblem, objective: Loss, prior: torch.Tensor | None
 ) -> None:
     records: list[StepRecord] = []
     result = searcher.search(problem, objective, prior=prior, on_step=records.append)
@@ -84,7 +112,8 @@ def _check_run(
 
 
 @torch.no_grad()
-def _loss(objective: Objective, choices: np.ndarray, problem: AllocationProblem) -> float:
-    held_back = selection_objective(objective)
+def _loss(objective: Loss, choices: np.ndarray, problem: AllocationProblem) -> float:
+    whole = as_objective(objective)
+    held_back = whole if whole.selection is None else whole.selection
     gates = torch.nn.functional.one_hot(torch.from_numpy(choices), problem.num_options).double()
     return float(np.mean([float(held_back.loss(gates, b)) for b in range(held_back.num_batches)]))

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rco.core.objective import Loss, Objective
 from rco.core.problem import AllocationProblem
-from rco.core.protocols import Objective
 
 __all__ = [
     "NetworkObjective",
@@ -33,7 +33,7 @@ def random_problem(
     return AllocationProblem(costs, budget=max(low + 1, min(budget, high - 1)), **arguments)
 
 
-class QuadraticObjective:
+class QuadraticObjective(Objective):
     """A random quadratic in the gates: every pair of choices interacts.
 
     Args:
@@ -75,7 +75,7 @@ class QuadraticObjective:
         return self._offset + separate + together
 
 
-class NetworkObjective:
+class NetworkObjective(Objective):
     """A random two-layer network of the gates: smooth, joint, with no structure to exploit."""
 
     num_batches = 1
@@ -102,7 +102,7 @@ def enumerate_feasible(problem: AllocationProblem) -> Iterator[np.ndarray]:
 
 
 @torch.no_grad()
-def true_optimum(problem: AllocationProblem, objective: Objective) -> tuple[np.ndarray, float]:
+def true_optimum(problem: AllocationProblem, objective: Loss) -> tuple[np.ndarray, float]:
     """The best feasible allocation and its mean loss over all batches, by enumeration."""
     best, best_loss = None, float("inf")
     for choices in enumerate_feasible(problem):

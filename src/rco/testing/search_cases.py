@@ -16,10 +16,10 @@ from rco.compression.budget import Budget
 from rco.compression.candidates import candidate_name
 from rco.compression.compression import Compression, Residency
 from rco.compression.plan import make_plan, make_removal_plan
-from rco.core.evaluation import one_hot
 from rco.core.knapsack import solve_mckp
+from rco.core.objective import one_hot
 from rco.core.problem import AllocationProblem
-from rco.core.relaxation import gumbel_noise
+from rco.core.sampling import gumbel_noise
 from rco.data.calibration import CalibrationSet
 from rco.formats.base import Stored
 from rco.formats.integer import PackedWeight, packed_words

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
-from rco.core.transfer import send
+from rco.core.async_copy import send
 from rco.models.moe.expert_pairs import (
     Ask,
     ExpertPairs,

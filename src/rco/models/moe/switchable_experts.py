@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rco.core.transfer import send, send_together
+from rco.core.async_copy import send, send_together
 from rco.formats.base import Stored
 from rco.formats.stacks import ChosenSegments, by_option, decode_segments
 from rco.formats.streaming import OptionStream, StreamedOptions

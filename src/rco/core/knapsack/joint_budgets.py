@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import numpy as np
 
+from rco.core.min_counts import MinCounts
 from rco.core.problem import AllocationProblem
 
 __all__ = ["solve_joint"]
@@ -63,6 +65,7 @@ def _solve_one(
     cuts = csr_matrix((0, len(cells)))
     cut_sides: list[float] = []
     choose_one = csr_matrix((np.ones(len(cells)), (rows, np.arange(len(cells)))))
+    minima = [] if problem.min_counts is None else [_minima(problem.min_counts, cells)]
     deadline = time.monotonic() + time_limit
     while (left := deadline - time.monotonic()) > 0:
         result = milp(
@@ -74,6 +77,7 @@ def _solve_one(
                 LinearConstraint(
                     vstack([csr_matrix(matrix), cuts]), -np.inf, np.concatenate([capacity, cut_sides])
                 ),
+                *minima,
             ],
             options={"mip_rel_gap": 0.0, "time_limit": left},
         )
@@ -94,6 +98,18 @@ def _solve_one(
         cuts = vstack([cuts, csr_matrix(cover.reshape(-1)[cells].astype(float))])
         cut_sides.append(size - 1.0)
     return none, _LIMIT, math.inf
+
+
+def _minima(counts: MinCounts, cells: np.ndarray) -> Any:
+    """The minimum counts as rows over the cells."""
+    from scipy.optimize import LinearConstraint
+    from scipy.sparse import csr_matrix
+
+    groups, options = cells // counts.num_options, cells % counts.num_options
+    at = np.flatnonzero(counts.counting[options])
+    shape = (len(counts.counts), len(cells))
+    rows = csr_matrix((np.ones(len(at)), (counts.blocks[groups[at]], at)), shape=shape)
+    return LinearConstraint(rows, counts.counts.astype(float), np.inf)
 
 
 def _scaled(problem: AllocationProblem, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""A problem prepared for the compiled knapsack, once, and solved with it many times.
+"""Knapsacks with one budget, or one per block: prepared once for the compiled kernels, solved many times.
 
 Blocks are laid out contiguously, options by cost, options that can never be afforded left out, common factors
 divided away. Costs that outgrow int64 are rounded, in both directions, with the exact integers as judge.
@@ -62,8 +62,8 @@ class _Plan:
         self._make_room(int(np.diff(self.offsets).max()), num_options)
 
     def _shapes(self) -> np.ndarray:
-        """What each block may take for granted, see :func:`rco.core.knapsack_kernels.solve_batch`."""
-        from rco.core.knapsack_kernels import DISTINCT, GENERAL, SELECTION
+        """What each block may take for granted, see :func:`rco.core.knapsack.batch_kernel.solve_batch`."""
+        from rco.core.knapsack.batch_kernel import DISTINCT, GENERAL, SELECTION
 
         index = np.arange(self.costs.shape[1])
         beyond = index >= self.counts[:, None]
@@ -85,7 +85,7 @@ class _Plan:
 
     def solve(self, values: np.ndarray, max_states: int) -> Choices:
         """All samples of a batch; a sample that outgrows the state lists is repeated with larger ones."""
-        from rco.core.knapsack_kernels import solve_batch
+        from rco.core.knapsack.batch_kernel import solve_batch
 
         batch, num_groups, _ = values.shape
         found = Choices(
@@ -132,7 +132,7 @@ class Plans:
         self, values: np.ndarray, found: Choices, problem: AllocationProblem
     ) -> tuple[np.ndarray, np.ndarray]:
         """Values (batch,) and units of cost (batch, J) of what was found, by the problem's own int64 costs."""
-        from rco.core.knapsack_kernels import audit
+        from rco.core.knapsack.batch_kernel import audit
 
         totals = np.empty((len(values), len(self.budgets)), dtype=np.int64)
         worth = np.empty(len(values))

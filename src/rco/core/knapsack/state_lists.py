@@ -1,4 +1,4 @@
-"""Compiled kernels of the knapsack, second half: closing the gap with lists of states, without a budget grid.
+"""Compiled kernels that close the gap between dual and solution: lists of states, without a budget grid.
 
 A state is (offset = cost - capacity, regret) of the choices made so far. :func:`scan` drops every option whose
 regret alone exceeds the gap; :func:`search` merges state lists over what is left, with dominance and with lower
@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rco.core.knapsack_dual import GROW, LIMIT, OPTIMAL, internal
+from rco.core.jit import internal
+from rco.core.knapsack.lagrangian_dual import GROW, LIMIT, OPTIMAL
 
 __all__ = ["Candidates", "Lists", "Order", "scan", "search", "tolerance"]
 

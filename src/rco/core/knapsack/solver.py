@@ -1,9 +1,9 @@
-"""The exact multiple-choice knapsack: the best option per group within the budget, proven.
+"""The solver of multiple-choice knapsacks: checks values, dispatches by kind of budget, verifies the result.
 
 ``solve_mckp`` maximises ``sum_i values[i, k_i]`` subject to the problem's exact budgets. One budget, or one per
-block, goes to the compiled core algorithm in :mod:`rco.core.knapsack_kernels`; several joint budgets go to HiGHS
-(:mod:`rco.core.knapsack_joint`). Whatever found it, every allocation is costed again with the problem's own
-integers before it is returned.
+block, goes to compiled kernels (:mod:`~rco.core.knapsack.single_budget`); several joint budgets go to HiGHS
+(:mod:`~rco.core.knapsack.joint_budgets`). Every allocation is costed again with the problem's own integers before
+it is returned.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core.knapsack_plan import Choices, over_budget, plans, total_value
+from rco.core.knapsack.single_budget import Choices, over_budget, plans, total_value
 from rco.core.problem import AllocationProblem, InfeasibleBudgetError
 
 __all__ = [
@@ -214,15 +214,22 @@ def _solve(
     """What was found, its values, its exact cost in the problem's units; over budget is an error, not a result."""
     if not 1 <= max_states < 2**31:
         raise ValueError(f"max_states must lie between 1 and 2**31 - 1, got {max_states}.")
-    if problem.floors is not None:
-        values = problem.floors.enforce(np.where(problem.allowed, values, -np.inf))
     if problem.num_joint > 1:
-        from rco.core.knapsack_joint import solve_joint
+        from rco.core.knapsack.joint_budgets import solve_joint
 
         found = Choices(*solve_joint(values, problem, time_limit))
     else:
         prepared = plans(problem)
-        found = prepared.solve(values, problem, max_states)
+        if problem.min_counts is None:
+            found = prepared.solve(values, problem, max_states)
+        else:
+            from rco.core.knapsack.counted import solve_counted
+
+            found = solve_counted(values, problem, max_states)
+            if not all(c[0] < 0 or problem.min_counts.met(c) for c in found.choices):
+                raise RuntimeError(
+                    "Internal error: the knapsack solver broke a minimum count; please report this."
+                )
         if problem.unit_costs.dtype != object:
             return found, *prepared.audit(values, found, problem)
     worth = np.full(len(values), -math.inf)

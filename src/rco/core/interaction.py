@@ -15,15 +15,15 @@ from torch import Tensor
 
 from rco.core.problem import AllocationProblem
 
-__all__ = ["MeasuredLosses"]
+__all__ = ["InteractionLosses"]
 
 
-class MeasuredLosses:
+class InteractionLosses:
     """Collects slopes at samples; says what each option costs.
 
     Args:
         problem: Monotone, so that the costliest option of a group is its best.
-        curvature: (N, K, K) of the objective (:class:`rco.core.protocols.CurvedObjective`).
+        curvature: (N, K, K) of the objective (:class:`rco.core.objective.Objective`).
     """
 
     def __init__(self, problem: AllocationProblem, curvature: Tensor) -> None:

@@ -2,9 +2,10 @@
 
 With a multiplier ``lam >= 0`` and the regret ``r_ik = max_j(v_ij - lam c_ij) - (v_ik - lam c_ik) >= 0``, every
 feasible choice x is worth ``L(lam) - [sum of its regrets + lam * slack]``, and the bracket is what is minimised:
-:mod:`rco.core.knapsack_dual` finds ``lam`` and a first solution, :mod:`rco.core.knapsack_states` closes the gap.
-There is no budget grid, so time does not depend on the budget. Costs, slack and offsets are int64; only values,
-the multiplier and regrets are floats.
+:mod:`~rco.core.knapsack.lagrangian_dual` finds ``lam`` and a first solution,
+:mod:`~rco.core.knapsack.state_lists` closes the gap. There is no budget
+grid, so time does not depend on the budget. Costs, slack and offsets are int64; only values, the multiplier and
+regrets are floats.
 """
 
 # numba infers and specialises all types here; annotations would be a second source that nothing checks.
@@ -18,23 +19,22 @@ import zlib
 
 import numpy as np
 
-from rco.core import knapsack_dual, knapsack_states
-from rco.core.knapsack_dual import (
+from rco.core.jit import entry, internal
+from rco.core.knapsack import lagrangian_dual, state_lists
+from rco.core.knapsack.lagrangian_dual import (
     GROW,
     INFEASIBLE,
     OPTIMAL,
     Active,
     Options,
     drop_equal,
-    entry,
     fill,
-    internal,
     multiplier,
     rescale,
     select,
     undominated,
 )
-from rco.core.knapsack_states import Candidates, Lists, Order, scan, search, tolerance
+from rco.core.knapsack.state_lists import Candidates, Lists, Order, scan, search, tolerance
 
 __all__ = ["DISTINCT", "GENERAL", "SELECTION", "audit", "solve_batch"]
 
@@ -159,7 +159,7 @@ def _compile(revision: int):
 
 # numba looks only at the file of a cached function for changes, not at those of the functions it calls.
 solve_batch = _compile(
-    zlib.crc32((inspect.getsource(knapsack_dual) + inspect.getsource(knapsack_states)).encode())
+    zlib.crc32((inspect.getsource(lagrangian_dual) + inspect.getsource(state_lists)).encode())
 )
 
 

@@ -1,4 +1,4 @@
-"""Compiled kernels of the knapsack, first half: from values to the multiplier and a first solution.
+"""Compiled kernels of the Lagrangian dual: from values to the multiplier and a first solution.
 
 :func:`undominated` keeps, per group, the options that cost more and are worth more than all before them;
 :func:`multiplier` minimises the Lagrangian dual over them; :func:`fill` spends what the dual leaves among tied
@@ -14,11 +14,11 @@ costs more than the arithmetic here. Choices that data decide like a coin toss a
 
 from __future__ import annotations
 
-import logging
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from rco.core.jit import internal
 
 __all__ = [
     "GROW",
@@ -28,39 +28,18 @@ __all__ = [
     "Active",
     "Options",
     "drop_equal",
-    "entry",
     "fill",
-    "internal",
     "multiplier",
     "rescale",
     "select",
     "undominated",
 ]
 
-_log = logging.getLogger(__name__)
-
 OPTIMAL, INFEASIBLE, LIMIT, GROW = 0, 1, 2, 3
 
 # Values outside this range are rescaled by a power of two, so that no product over- or underflows.
 _SMALLEST, _LARGEST = 2.0**-500, 2.0**500
 _SAMPLE = 31  # entries looked at for a pivot
-
-
-def internal(function):
-    """Compile for use from compiled code only: without the wrappers that unpack Python objects, and uncached.
-
-    What the cached entry point calls is cached as part of it.
-    """
-    return njit(function, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-
-
-def entry(function):
-    """Compile for use from Python, and keep the result on disk where there is a place for it."""
-    try:
-        return njit(function, cache=True, error_model="numpy")
-    except RuntimeError as error:  # neither the package's folder nor the user's cache can be written
-        _log.warning("Compiled code cannot be kept, each process will compile again: %s", error)
-        return njit(function, error_model="numpy")
 
 
 class Options(NamedTuple):

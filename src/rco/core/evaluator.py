@@ -1,8 +1,7 @@
-"""Asking an objective: many questions at once, counted, and within an allowance.
+"""Evaluations of an objective: counted, within an allowance, many at once.
 
 A search knows a whole step's samples, or a round's candidates, before it needs the first answer. Handing them over
-together lets an objective spread them over devices, or enqueue them all on one; one that can do neither is asked
-one by one, with the same answers.
+together lets an objective spread them over devices, or enqueue them all on one.
 """
 
 from __future__ import annotations
@@ -11,103 +10,35 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core.protocols import CurvedObjective, Objective, QueuedObjective, selection_objective
+from rco.core.objective import Loss, as_objective, one_hot
 
-__all__ = [
-    "Evaluator",
-    "OutOfAllowance",
-    "ParallelObjective",
-    "Request",
-    "losses",
-    "losses_and_gradients",
-    "one_hot",
-]
-
-Request = tuple[Tensor, int]  # gates (N, K) and a batch
-
-
-@runtime_checkable
-class ParallelObjective(Protocol):
-    """An objective that answers many requests at once.
-
-    The answer to a request must not depend on the others, nor on where it is computed: a search then gives the same
-    result on one device and on many.
-    """
-
-    num_batches: int
-
-    def loss(self, gates: Tensor, batch: int) -> Tensor:
-        """As :meth:`rco.core.protocols.Objective.loss`."""
-        ...
-
-    def losses(self, requests: Sequence[Request]) -> list[float]:
-        """The loss of every request, without gradient."""
-        ...
-
-    def losses_and_gradients(self, requests: Sequence[Request]) -> list[tuple[float, Tensor]]:
-        """The loss of every request and its gradient with respect to the gates."""
-        ...
-
-
-@torch.no_grad()
-def losses(objective: Objective, requests: Sequence[Request]) -> list[float]:
-    """The loss of every request, without gradient."""
-    if isinstance(objective, ParallelObjective):
-        return objective.losses(requests)
-    # All of them are under way before the first is read, which waits for its device.
-    found = [objective.loss(gates, batch) for gates, batch in requests]
-    return [float(loss) for loss in found]
-
-
-def losses_and_gradients(objective: Objective, requests: Iterable[Request]) -> list[tuple[float, Tensor]]:
-    """The loss of every request and its gradient with respect to the gates.
-
-    Requests are taken one at a time: while a device works on one, the next may still be in the making.
-    """
-    if isinstance(objective, ParallelObjective):
-        return objective.losses_and_gradients(list(requests))
-    if isinstance(objective, QueuedObjective):
-        answers = [objective.enqueue(gates, batch) for gates, batch in requests]
-        return [answer() for answer in answers]
-    return [_loss_and_gradient(objective, gates, batch) for gates, batch in requests]
-
-
-def _loss_and_gradient(objective: Objective, gates: Tensor, batch: int) -> tuple[float, Tensor]:
-    leaf = gates.detach().requires_grad_()
-    loss = objective.loss(leaf, batch)
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    return float(loss.detach()), gradient
+__all__ = ["Evaluator", "OutOfAllowance"]
 
 
 class OutOfAllowance(Exception):
-    """The allowance ends within this step; what the step had begun is dropped."""
-
-
-def one_hot(choices: np.ndarray, num_options: int) -> Tensor:
-    """(N, K) float64 gates of an allocation."""
-    return torch.nn.functional.one_hot(torch.from_numpy(choices), num_options).double()
+    """The allowance ends within this step; the step is dropped."""
 
 
 class Evaluator:
-    """Counts forwards and backwards, and refuses what the allowance does not hold.
+    """Counts forwards and backwards, and refuses evaluations beyond the allowance.
 
     One evaluation is one batch forwarded; a backward counts as two more, which is what it costs. A part of the
     allowance may be kept back for the choice among finished candidates, which goes past the limits.
     """
 
-    def __init__(self, objective: Objective) -> None:
-        if objective.num_batches < 1:
+    def __init__(self, objective: Loss) -> None:
+        self.objective = as_objective(objective)
+        if self.objective.num_batches < 1:
             raise ValueError(f"The objective must have at least one batch, got {objective.num_batches}.")
-        self.objective = objective
-        self.selection = selection_objective(objective)
+        selection = self.objective.selection
+        self.selection = self.objective if selection is None else selection
         self.selection_batches = range(self.selection.num_batches)
-        self.curvature = objective.curvature if isinstance(objective, CurvedObjective) else None
+        self.curvature = self.objective.curvature
         self.forwards = self.backwards = 0
         self.reserve = 0
         self.starts = 0  # starting points that the final choice compares, at most
@@ -169,7 +100,7 @@ class Evaluator:
         """Losses of an allocation on some batches of the objective (not of its selection split)."""
         self._take(len(batches))
         gates = one_hot(choices, options)
-        found = losses(self.objective, [(gates, batch) for batch in batches])
+        found = self.objective.losses([(gates, batch) for batch in batches])
         self.forwards += len(batches)
         return _finite(np.array(found))
 
@@ -183,7 +114,7 @@ class Evaluator:
         count = sum(len(some) for some in batches)
         self._take(3 * count)
         requests = ((gates, batch) for gates, some in zip(samples, batches, strict=True) for batch in some)
-        answers = iter(losses_and_gradients(self.objective, requests))
+        answers = iter(self.objective.losses_and_gradients(requests))
         self.forwards += count
         self.backwards += count
         found = []
@@ -217,7 +148,7 @@ class Evaluator:
         gates = [one_hot(choices, num_options) for choices in allocations]
         requests = [(each, batch) for each in gates for batch in batches]
         self.forwards += len(requests)
-        found = losses(self.selection, requests)
+        found = self.selection.losses(requests)
         return _finite(np.array(found)).reshape(len(allocations), len(batches))
 
 

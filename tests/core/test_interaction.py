@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rco.core.measured import MeasuredLosses
+from rco.core.interaction import InteractionLosses
 from rco.core.problem import AllocationProblem
 from rco.core.search import RCO
 
@@ -54,7 +54,7 @@ def exact_losses(objective: SumOfErrors, choices: torch.Tensor) -> torch.Tensor:
 def test_without_noise_the_losses_at_an_assignment_are_exact(seed):
     objective = SumOfErrors(8, seed)
     choices = torch.from_numpy(np.random.default_rng(seed).integers(0, 3, size=8))
-    measured = MeasuredLosses(make_problem(8, 20), objective.curvature)
+    measured = InteractionLosses(make_problem(8, 20), objective.curvature)
     for _ in range(2):
         measured.see(choices, gradient_at(objective, choices))
     torch.testing.assert_close(measured.losses, exact_losses(objective, choices))
@@ -65,8 +65,8 @@ def test_noise_is_shrunk():
     objective = SumOfErrors(40, 0)
     rng = torch.Generator().manual_seed(0)
     choices = torch.randint(0, 3, (40,), generator=rng)
-    exact = MeasuredLosses(make_problem(40, 100), objective.curvature)
-    noisy = MeasuredLosses(make_problem(40, 100), objective.curvature)
+    exact = InteractionLosses(make_problem(40, 100), objective.curvature)
+    noisy = InteractionLosses(make_problem(40, 100), objective.curvature)
     clean = gradient_at(objective, choices)
     total = torch.zeros(40, dtype=torch.float64)
     own = objective.curvature[torch.arange(40), :, 3]
@@ -82,7 +82,7 @@ def test_noise_is_shrunk():
 
 def test_nothing_seen_leaves_the_own_terms():
     objective = SumOfErrors(5, 1)
-    measured = MeasuredLosses(make_problem(5, 12), objective.curvature)
+    measured = InteractionLosses(make_problem(5, 12), objective.curvature)
     torch.testing.assert_close(measured.losses, objective.curvature[torch.arange(5), :, 3])
     # At the best options there is nothing to learn from.
     best = torch.full((5,), 3)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 import rco
-from rco.core import evaluation
+from rco.core.evaluator import Evaluator
 from rco.testing import QuadraticObjective, random_problem
 
 
@@ -21,11 +21,11 @@ class Backwards:
 
     def losses(self, requests):
         self.together.append(len(requests))
-        return evaluation.losses(self._objective, requests[::-1])[::-1]
+        return self._objective.losses(requests[::-1])[::-1]
 
     def losses_and_gradients(self, requests):
         self.together.append(len(requests))
-        return evaluation.losses_and_gradients(self._objective, requests[::-1])[::-1]
+        return self._objective.losses_and_gradients(requests[::-1])[::-1]
 
 
 def test_requests_come_together_and_order_does_not_matter():
@@ -47,14 +47,14 @@ def test_gradients_are_those_of_each_request():
     rng = np.random.default_rng(0)
     requests = [(torch.from_numpy(rng.random((4, 3))), batch) for batch in (2, 0, 2)]
     for (gates, batch), (loss, gradient) in zip(
-        requests, evaluation.losses_and_gradients(objective, requests), strict=True
+        requests, objective.losses_and_gradients(requests), strict=True
     ):
         leaf = gates.clone().requires_grad_()
         expected = objective.loss(leaf, batch)
         expected.backward()
         assert loss == expected.item()
         assert torch.equal(gradient, leaf.grad)
-        assert evaluation.losses(objective, [(gates, batch)]) == [expected.item()]
+        assert objective.losses([(gates, batch)]) == [expected.item()]
 
 
 class Queue:
@@ -72,7 +72,7 @@ class Queue:
 
         def answer():
             self._events.append("answer")
-            return evaluation.losses_and_gradients(self._objective, [(gates, batch)])[0]
+            return self._objective.losses_and_gradients([(gates, batch)])[0]
 
         return answer
 
@@ -87,9 +87,9 @@ def test_all_samples_are_launched_before_the_first_answer_each_made_after_the_on
             yield each
 
     batches = [[0, 1], [2, 0], [1, 2]]
-    found = evaluation.Evaluator(Queue(objective, events)).losses_and_gradients(made(), batches)
+    found = Evaluator(Queue(objective, events)).losses_and_gradients(made(), batches)
     assert events == ["make", "launch", "launch"] * 3 + ["answer"] * 6
-    plain = evaluation.Evaluator(objective).losses_and_gradients(gates, batches)
+    plain = Evaluator(objective).losses_and_gradients(gates, batches)
     assert [loss for loss, _ in found] == [loss for loss, _ in plain]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, plain, strict=True))
 

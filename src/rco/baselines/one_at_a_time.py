@@ -1,0 +1,58 @@
+"""The loss itself, with one group switched at a time: one forward per option, group and batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from rco.baselines.loss_tables import LossTable, TableSearch
+from rco.core.searcher import SearchRun
+
+__all__ = ["OneAtATime", "SwitchTable"]
+
+
+class SwitchTable(LossTable):
+    """Measured losses with one group switched and the others at the base.
+
+    Args:
+        run: The search.
+        base: (N,) the assignment that the others stay at.
+        measured: (N, K) which switches are measured; None: all allowed ones.
+    """
+
+    def __init__(self, run: SearchRun, base: np.ndarray, measured: np.ndarray | None = None) -> None:
+        super().__init__(run)
+        self.base = base
+        self.measured = self.problem.allowed.copy() if measured is None else measured
+        self.measured[np.arange(len(base)), base] = False  # known: no change
+
+    def cost(self, step: int) -> int:
+        """The base and every switch."""
+        return 1 + int(self.measured.sum())
+
+    def measure(self, batch: int) -> tuple[float, np.ndarray]:
+        """The loss of the base, and what every switch adds to it."""
+        (base_loss,) = self.run.losses(self.base, [batch])
+        table = np.zeros_like(self.total)
+        for group, option in np.argwhere(self.measured).tolist():
+            table[group, option] = self.disturbed_loss(group, option, batch) - base_loss
+        return float(base_loss), table
+
+    def disturbed_loss(self, group: int, option: int, batch: int) -> float:
+        """The loss of the base with one group switched."""
+        switched = self.base.copy()
+        switched[group] = option
+        return float(self.run.losses(switched, [batch])[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneAtATime(TableSearch):
+    """The exact knapsack of measured losses."""
+
+    name: ClassVar[str] = "one-at-a-time"
+
+    def table(self, run: SearchRun) -> LossTable:
+        """Every switch."""
+        return SwitchTable(run, self.base_choices(run.problem))

@@ -1,0 +1,120 @@
+"""The choice among candidates on held-back batches, and the best sample of a search as one of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rco.core.evaluator import Evaluator
+from rco.core.knapsack import found_allocation
+from rco.core.moves import spend
+from rco.core.problem import AllocationProblem
+
+__all__ = ["Candidates", "SampleTracker"]
+
+_HORIZON = 32  # samples that the moving average of losses looks back on
+
+
+class Candidates:
+    """Allocations to choose from, each spent if the problem is monotone, compared on the selection batches."""
+
+    def __init__(self, problem: AllocationProblem, evaluator: Evaluator) -> None:
+        self.problem, self.evaluator = problem, evaluator
+        self.choices: dict[str, np.ndarray] = {}
+        self.losses: dict[str, float] = {}
+
+    def add(self, name: str, choices: np.ndarray, values: Tensor) -> None:
+        """Take an allocation; ``values`` say where left-over budget goes first."""
+        if self.problem.monotone:
+            choices = spend(self.problem, choices, values.numpy())
+        self.choices[name] = choices
+
+    def add_values(self, name: str, values: Tensor) -> None:
+        """Take the exact knapsack of some values; nothing if its time limit passes before it has an allocation."""
+        found = found_allocation(values.numpy(), self.problem)
+        if found is not None:
+            self.add(name, found, values)
+
+    def add_exactly(self, name: str, values: Tensor) -> None:
+        """Take the exact knapsack of some values as it is, and beside it what it is with its budget spent."""
+        found = found_allocation(values.numpy(), self.problem)
+        if found is None:
+            return
+        self.choices[name] = found
+        if self.problem.monotone:
+            self.add(f"{name}, spent", found, values)
+
+    def best(self) -> tuple[str, np.ndarray, np.ndarray]:
+        """Name, choices and selection losses of the best candidate; equal ones are evaluated once."""
+        different = {choices.tobytes(): choices for choices in self.choices.values()}
+        found = self.evaluator.many_selection_losses(
+            list(different.values()), self.problem.num_options, self.evaluator.selection_batches
+        )
+        losses = dict(zip(different, found, strict=True))
+        self.losses = {name: float(losses[c.tobytes()].mean()) for name, c in self.choices.items()}
+        name = min(self.losses, key=lambda n: self.losses[n])
+        return name, self.choices[name], losses[self.choices[name].tobytes()]
+
+
+class SampleTracker:
+    """The best sample so far, with the difficulty of the batches it was measured on taken out.
+
+    Samples are measured on different batches, some of which are harder than others. How much harder is learned
+    from the samples themselves: the mean distance of a batch's losses from the moving average of all losses. A
+    batch that was never visited counts as average.
+    """
+
+    def __init__(self, num_batches: int) -> None:
+        self._excess = np.zeros(num_batches)  # sums of a batch's losses above the moving average
+        self._visits = np.zeros(num_batches, dtype=np.int64)
+        self._average, self._count = 0.0, 0
+        self._batches: list[int] = []  # those of the best sample, and its loss there
+        self._measured = math.inf
+        self.choices: np.ndarray | None = None
+        self.loss = math.inf
+
+    def _difficulty(self, batches: Sequence[int]) -> float:
+        if len(self._visits) == 1:
+            return 0.0  # every sample was measured on the same batch
+        index = np.asarray(batches)
+        return float((self._excess[index] / np.maximum(self._visits[index], 1)).mean())
+
+    def see(self, choices: np.ndarray, batches: Sequence[int], loss: float) -> None:
+        """Note a sample's loss on its batches."""
+        # Both sides are judged by what is known of their batches now.
+        best = self._measured - self._difficulty(self._batches) if self._batches else math.inf
+        if loss - self._difficulty(batches) < best:
+            self.choices, self._batches, self._measured = choices.copy(), list(batches), loss
+        if self._count:
+            index = np.asarray(batches)
+            np.add.at(self._excess, index, loss - self._average)
+            np.add.at(self._visits, index, 1)
+        self._count += 1
+        self._average += (loss - self._average) / min(self._count, _HORIZON)
+        self.loss = min(self.loss, loss)
+
+    def state(self) -> dict[str, Any]:
+        """Plain tensors and numbers."""
+        return {
+            "excess": torch.from_numpy(self._excess.copy()),
+            "visits": torch.from_numpy(self._visits.copy()),
+            "average": self._average,
+            "count": self._count,
+            "batches": list(self._batches),
+            "measured": self._measured,
+            "choices": None if self.choices is None else torch.from_numpy(self.choices.copy()),
+            "loss": self.loss,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        self._excess, self._visits = state["excess"].numpy().copy(), state["visits"].numpy().copy()
+        self._average, self._count = state["average"], state["count"]
+        self._batches, self._measured = list(state["batches"]), state["measured"]
+        self.choices = None if state["choices"] is None else state["choices"].numpy().copy()
+        self.loss = state["loss"]

@@ -1,0 +1,273 @@
+"""A loss over whole assignments: all that a searcher sees of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Answer",
+    "CallableObjective",
+    "ForwardingObjective",
+    "Loss",
+    "Objective",
+    "Request",
+    "as_objective",
+    "one_hot",
+]
+
+Request = tuple[Tensor, int]  # gates (N, K) and a batch
+Answer = tuple[float, Tensor]  # a loss and its gradient with respect to the gates
+
+
+def one_hot(choices: np.ndarray, num_options: int) -> Tensor:
+    """(N, K) float64 gates of an allocation."""
+    return torch.nn.functional.one_hot(torch.from_numpy(choices), num_options).double()
+
+
+class Loss(Protocol):
+    """The least that a searcher needs: the type of an object that is not derived from :class:`Objective`."""
+
+    num_batches: int
+
+    def loss(self, gates: Tensor, batch: int) -> Tensor:
+        """As :meth:`Objective.loss`."""
+        ...
+
+
+class Objective:
+    """A loss over whole assignments.
+
+    A subclass sets ``num_batches`` and defines :meth:`loss`; everything else is optional and has a default.
+    Searchers also accept any object with ``num_batches`` and ``loss``, see :func:`as_objective`.
+
+    Attributes:
+        num_batches: Batches that :meth:`loss` may be asked for.
+        selection: The objective on batches that are held back for choosing among finished candidates; None: the
+            choice uses this objective.
+        curvature: (N, K, K) second-order cost of moving group i from option a to option b, all else unchanged; zero
+            for a = b and never negative. The gradient alone predicts poorly for options that are far apart. None:
+            unknown.
+        group_blocks: Block (layer) of each of the N groups; None: unknown.
+        tokens_per_batch: Tokens of one batch; None: unknown.
+    """
+
+    num_batches: int
+    selection: Objective | None = None
+    curvature: Tensor | None = None
+    group_blocks: Sequence[Any] | None = None
+    tokens_per_batch: int | None = None
+
+    def loss(self, gates: Tensor, batch: int) -> Tensor:
+        """Scalar loss on one batch; ``gates`` (N, K) has one-hot rows and may carry gradient."""
+        raise NotImplementedError(f"{type(self).__name__} must define loss(gates, batch).")
+
+    # ------------------------------------------------------------------ many requests
+
+    def enqueue(self, gates: Tensor, batch: int) -> Callable[[], Answer]:
+        """Begin the loss and its gradient with respect to the gates; the returned function waits for them.
+
+        On a device that computes while the host goes on, a step's samples follow each other without a pause if all
+        of them are enqueued before the first answer is asked for. The default computes at once.
+        """
+        leaf = gates.detach().requires_grad_()
+        loss = self.loss(leaf, batch)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        answer = float(loss.detach()), gradient
+        return lambda: answer
+
+    @torch.no_grad()
+    def losses(self, requests: Sequence[Request]) -> list[float]:
+        """The loss of every request, without gradient.
+
+        An answer must depend neither on the other requests nor on where it is computed: a search then gives the
+        same result on one device and on many. The same holds for :meth:`losses_and_gradients`.
+        """
+        # All requests are launched before the first result is read, which waits for the device.
+        launched = [self.loss(gates, batch) for gates, batch in requests]
+        return [float(loss) for loss in launched]
+
+    def losses_and_gradients(self, requests: Iterable[Request]) -> list[Answer]:
+        """The loss of every request and its gradient with respect to the gates.
+
+        Requests are taken one at a time: a device works on one while the next is made.
+        """
+        answers = [self.enqueue(gates, batch) for gates, batch in requests]
+        return [answer() for answer in answers]
+
+    # ------------------------------------------------------------- what baselines may read
+
+    def table(self, name: str) -> Tensor | None:
+        """A table (N, K) of that name, or None. The default returns the attribute of that name.
+
+        ``option_errors``: relative squared error of every option's weights; ``output_errors``: squared error of its
+        outputs; ``layer_errors``: L2 norm of its effect on the output of its layer; ``fisher_losses``: second-order
+        loss from sampled gradients.
+        """
+        found: Tensor | None = getattr(self, name, None)
+        return found
+
+    def with_tables(self, **tables: Tensor) -> Objective:
+        """This objective with further tables; see :meth:`table`."""
+        return _WithTables(self, tables) if tables else self
+
+    def noisy_loss(self, gates: Tensor, batch: int, group: int, squared_error: float, seed: int) -> Tensor:
+        """The loss with noise of a relative squared error on one group's weights; the seed decides the draw."""
+        raise NotImplementedError(f"{type(self).__name__} cannot add noise to a group.")
+
+    def acceptance(self, gates: Tensor, batch: int) -> Tensor:
+        """Share in [0, 1] of the compressed model's tokens that the full model would accept; higher is better."""
+        raise NotImplementedError(f"{type(self).__name__} has no acceptance.")
+
+    def offers(self, name: str) -> bool:
+        """Whether an optional method (``noisy_loss``, ``acceptance``) is defined."""
+        own = getattr(self, name)
+        return getattr(own, "__func__", own) is not getattr(Objective, name)
+
+    @property
+    def described(self) -> str:
+        """The name of the class, for messages."""
+        return type(self).__name__
+
+
+class ForwardingObjective(Objective):
+    """An objective that passes everything on to another one; subclasses change a part."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+        self.num_batches = objective.num_batches
+        self.selection = objective.selection
+        self.curvature = objective.curvature
+        self.group_blocks = objective.group_blocks
+        self.tokens_per_batch = objective.tokens_per_batch
+
+    def loss(self, gates: Tensor, batch: int) -> Tensor:
+        """As the inner objective."""
+        return self.objective.loss(gates, batch)
+
+    def enqueue(self, gates: Tensor, batch: int) -> Callable[[], Answer]:
+        """As the inner objective."""
+        return self.objective.enqueue(gates, batch)
+
+    def losses(self, requests: Sequence[Request]) -> list[float]:
+        """As the inner objective."""
+        return self.objective.losses(requests)
+
+    def losses_and_gradients(self, requests: Iterable[Request]) -> list[Answer]:
+        """As the inner objective."""
+        return self.objective.losses_and_gradients(requests)
+
+    def table(self, name: str) -> Tensor | None:
+        """As the inner objective."""
+        return self.objective.table(name)
+
+    def noisy_loss(self, gates: Tensor, batch: int, group: int, squared_error: float, seed: int) -> Tensor:
+        """As the inner objective."""
+        return self.objective.noisy_loss(gates, batch, group, squared_error, seed)
+
+    def acceptance(self, gates: Tensor, batch: int) -> Tensor:
+        """As the inner objective."""
+        return self.objective.acceptance(gates, batch)
+
+    def offers(self, name: str) -> bool:
+        """As the inner objective."""
+        return self.objective.offers(name)
+
+    @property
+    def described(self) -> str:
+        """As the inner objective."""
+        return self.objective.described
+
+
+class _WithTables(ForwardingObjective):
+    def __init__(self, objective: Objective, tables: dict[str, Tensor]) -> None:
+        super().__init__(objective)
+        self._tables = tables
+
+    def table(self, name: str) -> Tensor | None:
+        return self._tables[name] if name in self._tables else super().table(name)
+
+
+class _Adapted(Objective):
+    """Any object with ``num_batches`` and ``loss``, and whichever optional parts it has."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+        self.num_batches = given.num_batches
+        selection = getattr(given, "selection", None)
+        self.selection = None if selection is None or selection is given else as_objective(selection)
+        self.curvature = getattr(given, "curvature", None)
+        self.group_blocks = getattr(given, "group_blocks", None)
+        self.tokens_per_batch = getattr(given, "tokens_per_batch", None)
+
+    def loss(self, gates: Tensor, batch: int) -> Tensor:
+        loss: Tensor = self._given.loss(gates, batch)
+        return loss
+
+    def enqueue(self, gates: Tensor, batch: int) -> Callable[[], Answer]:
+        if not hasattr(self._given, "enqueue"):
+            return super().enqueue(gates, batch)
+        answer: Callable[[], Answer] = self._given.enqueue(gates, batch)
+        return answer
+
+    def losses(self, requests: Sequence[Request]) -> list[float]:
+        return self._given.losses(requests) if hasattr(self._given, "losses") else super().losses(requests)
+
+    def losses_and_gradients(self, requests: Iterable[Request]) -> list[Answer]:
+        if not hasattr(self._given, "losses_and_gradients"):
+            return super().losses_and_gradients(requests)
+        answers: list[Answer] = self._given.losses_and_gradients(list(requests))
+        return answers
+
+    def table(self, name: str) -> Tensor | None:
+        found: Tensor | None = getattr(self._given, name, None)
+        return found
+
+    def noisy_loss(self, gates: Tensor, batch: int, group: int, squared_error: float, seed: int) -> Tensor:
+        loss: Tensor = self._given.noisy_loss(gates, batch, group, squared_error, seed)
+        return loss
+
+    def acceptance(self, gates: Tensor, batch: int) -> Tensor:
+        share: Tensor = self._given.acceptance(gates, batch)
+        return share
+
+    def offers(self, name: str) -> bool:
+        return callable(getattr(self._given, name, None))
+
+    @property
+    def described(self) -> str:
+        return type(self._given).__name__
+
+
+def as_objective(given: Loss) -> Objective:
+    """The objective itself, or an :class:`Objective` around an object with ``num_batches`` and ``loss``.
+
+    Raises:
+        TypeError: One of the two is missing.
+    """
+    if isinstance(given, Objective):
+        return given
+    missing = [name for name in ("num_batches", "loss") if not hasattr(given, name)]
+    if missing:
+        raise TypeError(
+            f"An objective needs num_batches and loss(gates, batch), but {type(given).__name__} has no "
+            f"{' and no '.join(missing)}; derive from rco.Objective, or use rco.minimize with a function."
+        )
+    return _Adapted(given)
+
+
+class CallableObjective(Objective):
+    """A plain function of the gates as an objective with one batch."""
+
+    num_batches = 1
+
+    def __init__(self, loss_of_gates: Callable[[Tensor], Tensor]) -> None:
+        self._loss = loss_of_gates
+
+    def loss(self, gates: Tensor, batch: int) -> Tensor:
+        """The function's value; there is only batch 0."""
+        return self._loss(gates)

@@ -1,0 +1,518 @@
+"""What a searcher is, and the harness that every searcher runs in.
+
+A method is a subclass of :class:`BudgetedSearch` with one method, ``loop``, which reads like this::
+
+    state = run.resume(MyState(run))
+    with run.allowance():
+        for step in run.steps(self.steps, cost=...):
+            ...
+            run.record(loss)
+    return run.choose()
+
+:class:`SearchRun` provides the allowance, the history, checkpoints, resuming, answers on the way, and the
+choice among the candidates and the starting points at the end. :class:`SearchState` is what the method carries
+from step to step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rco.core.choice import Candidates
+from rco.core.evaluator import Evaluator, OutOfAllowance
+from rco.core.moves import layer_order, uniform_allocation
+from rco.core.objective import Loss
+from rco.core.problem import AllocationProblem
+from rco.core.result import SearchResult, StepRecord
+from rco.core.sampling import batch_order
+
+__all__ = [
+    "OPEN_END",
+    "BudgetedSearch",
+    "FixedAnswer",
+    "OnIncumbent",
+    "SearchRun",
+    "SearchState",
+    "Searcher",
+    "checked_table",
+]
+
+OPEN_END = 10**9  # steps of a search that only its allowance ends
+_STATE_VERSION = 4
+_ALLOWANCE = ("max_evaluations", "max_seconds")  # may change when a search is resumed
+
+# The allocation is computed when it is asked for, which may take a knapsack or more.
+OnIncumbent = Callable[[StepRecord, Callable[[], np.ndarray | None]], None]
+OnStep = Callable[[StepRecord], None]
+S = TypeVar("S", bound="SearchState")
+
+
+class Searcher(Protocol):
+    """Picks one option per group within the budget. RCO and every baseline."""
+
+    name: ClassVar[str]
+
+    def search(
+        self,
+        problem: AllocationProblem,
+        objective: Loss,
+        *,
+        prior: Tensor | None = None,
+        proxy: Tensor | None = None,
+        on_step: OnStep | None = None,
+    ) -> SearchResult:
+        """Find an allocation of low loss; never one over budget."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetedSearch(ABC):
+    """A method: one allocation within the exact budget and the allowance.
+
+    Args:
+        seed: Of everything that is drawn.
+        max_evaluations: Most batches of the objective to forward, a backward counting as two more, with the final
+            choice and everything after it; None: as many as the method's settings ask for.
+        max_seconds: Seconds after which no new evaluation begins, except for the final choice.
+    """
+
+    name: ClassVar[str]
+    # Whether unspent budget of the uniform starting point is spent, and whether the prior's knapsack is a
+    # starting point at all: not for fixed rules, which would then be measured as something else.
+    spends_uniform: ClassVar[bool] = True
+    starts_from_prior: ClassVar[bool] = True
+
+    seed: int = 0
+    max_evaluations: int | None = None
+    max_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}.")
+        for name in _ALLOWANCE:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, or None for no limit, got {value}.")
+
+    @property
+    def compares_starts(self) -> bool:
+        """Whether the uniform assignment and the prior's knapsack are compared with what was found."""
+        return True
+
+    def require(self, **least: float) -> None:
+        """An error for a setting below its least value."""
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and not value >= low:
+                raise ValueError(f"{name} must be at least {low}, got {value}.")
+
+    def require_end(self, name: str) -> None:
+        """An error if a number of steps is open and no allowance ends the search."""
+        if getattr(self, name) is None and self.max_evaluations is None and self.max_seconds is None:
+            raise ValueError(
+                f"{name}=None goes on until an allowance ends; give max_evaluations or max_seconds."
+            )
+
+    @abstractmethod
+    def loop(self, run: SearchRun) -> SearchResult:
+        """The method itself; bad input fails before its first step."""
+
+    def search(
+        self,
+        problem: AllocationProblem,
+        objective: Loss,
+        *,
+        prior: Tensor | None = None,
+        proxy: Tensor | None = None,
+        on_step: OnStep | None = None,
+        on_checkpoint: Callable[[dict[str, Any]], None] | None = None,
+        on_incumbent: OnIncumbent | None = None,
+        resume: Mapping[str, Any] | None = None,
+    ) -> SearchResult:
+        """Find an allocation of low loss that is never over budget and never worse than its starting points.
+
+        Args:
+            problem: Costs and budget.
+            objective: The loss: an :class:`rco.core.objective.Objective`, or any object with ``num_batches`` and
+                ``loss(gates, batch)``.
+            prior: (N, K) scores, higher is better.
+            proxy: (N, K) losses of the options, taken to add up; their exact knapsack is among the candidates.
+            on_step: Called with a record after every step.
+            on_checkpoint: Called after every step with a state that ``resume`` accepts.
+            on_incumbent: Called after every step with its record and a function that returns what the method would
+                propose if it ended there, or None if it has nothing yet.
+            resume: A state from ``on_checkpoint``; the search goes on to the result it would have reached. The
+                allowance may differ, nothing else.
+        """
+        run = SearchRun(
+            self,
+            problem,
+            objective,
+            prior=prior,
+            proxy=proxy,
+            on_step=on_step,
+            on_checkpoint=on_checkpoint,
+            on_incumbent=on_incumbent,
+            resume=resume,
+        )
+        return self.loop(run)
+
+
+class SearchState(ABC):
+    """What a method carries from step to step, and its answer.
+
+    A step that raises :class:`OutOfAllowance` must leave the attributes as they were, except for measurements that
+    stay valid.
+
+    Attributes:
+        saved: Names of the attributes that a checkpoint keeps: tensors, arrays, numbers, lists of them, or objects
+            with ``state()`` and ``load(state)``.
+        candidates: Most candidates that :meth:`propose` adds.
+        kept_back: Evaluations that :meth:`polish` may count on.
+    """
+
+    saved: ClassVar[tuple[str, ...]] = ()
+    candidates: int = 1
+    kept_back: int = 0
+
+    def __init__(self, run: SearchRun, problem: AllocationProblem | None = None) -> None:
+        self.run, self.evaluator = run, run.evaluator
+        self.problem = run.problem if problem is None else problem
+
+    @abstractmethod
+    def propose(self, candidates: Candidates) -> None:
+        """Add what was found, the method's own answer first; the search can go on afterwards."""
+
+    def polish(
+        self, choices: np.ndarray, losses: np.ndarray, on_step: OnStep | None
+    ) -> tuple[np.ndarray, float]:
+        """Improve the chosen candidate with what is left of the allowance; most methods leave it as it is.
+
+        ``losses`` are the candidate's, one per selection batch; the returned loss is a mean over them.
+        """
+        return choices, float(losses.mean())
+
+    def incumbent(self) -> np.ndarray | None:
+        """The method's own answer if it ended now; None while it has none."""
+        candidates = Candidates(self.problem, self.evaluator)
+        self.propose(candidates)
+        return next(iter(candidates.choices.values()), None)
+
+    def state(self) -> dict[str, Any]:
+        """The saved attributes as plain tensors, numbers and lists."""
+        return {name: _plain(getattr(self, name)) for name in self.saved}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        for name in self.saved:
+            current = getattr(self, name)
+            if hasattr(current, "load"):
+                current.load(state[name])
+            else:
+                setattr(self, name, _restored(state[name]))
+
+
+class FixedAnswer(SearchState):
+    """The state of a rule that needs no steps: named allocations that are ready at once."""
+
+    def __init__(self, run: SearchRun, **answers: np.ndarray) -> None:
+        super().__init__(run)
+        self.answers = answers
+        self.candidates = len(answers)
+
+    def propose(self, candidates: Candidates) -> None:
+        """The allocations as they are."""
+        candidates.choices.update(self.answers)
+
+
+class SearchRun:
+    """One search by one method: its allowance, its history and its result.
+
+    Args:
+        settings: The method.
+        problem: Costs and budget.
+        objective: The loss.
+        prior, proxy, on_step, on_checkpoint, on_incumbent, resume: As for :meth:`BudgetedSearch.search`.
+
+    Attributes:
+        problem: As given.
+        prior: (N, K) float64 scores, or None.
+        evaluator: The objective, counted.
+        step: Steps taken so far.
+        notes: What the result's settings report beside the settings.
+    """
+
+    def __init__(
+        self,
+        settings: BudgetedSearch,
+        problem: AllocationProblem,
+        objective: Loss,
+        *,
+        prior: Tensor | None = None,
+        proxy: Tensor | None = None,
+        on_step: OnStep | None = None,
+        on_checkpoint: Callable[[dict[str, Any]], None] | None = None,
+        on_incumbent: OnIncumbent | None = None,
+        resume: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.settings, self.problem = settings, problem
+        self.prior = None if prior is None else torch.from_numpy(checked_table(prior, problem, "prior"))
+        self._proxy = None if proxy is None else torch.from_numpy(checked_table(proxy, problem, "proxy"))
+        self._on_step, self._on_checkpoint, self._on_incumbent = on_step, on_checkpoint, on_incumbent
+        self._uniform = uniform_allocation(problem)
+        self.evaluator = Evaluator(objective)
+        self.evaluator.limit(settings.max_evaluations, settings.max_seconds)
+        self.evaluator.starts = self._most_starts()
+        self.notes: dict[str, Any] = {}
+        self.step = 0
+        self._planned = 0
+        self._best = math.inf
+        self._history: list[StepRecord] = []
+        self._state: SearchState | None = None
+        self._resumed = resume
+        if resume is not None:
+            self._load(resume)
+
+    def _most_starts(self) -> int:
+        """Most starting points that the final choice compares."""
+        if not self.settings.compares_starts:
+            return 0
+        spent = 2 if self.problem.monotone else 1
+        known = self.settings.starts_from_prior
+        return 1 + int(known and self.prior is not None) + spent * int(known and self._proxy is not None)
+
+    # ------------------------------------------------------------ what loops call
+
+    def scores(self) -> Tensor:
+        """The prior, or zeros."""
+        if self.prior is not None:
+            return self.prior
+        return torch.zeros(self.problem.num_groups, self.problem.num_options, dtype=torch.float64)
+
+    def losses(self, choices: np.ndarray, batches: Sequence[int]) -> np.ndarray:
+        """Losses of an allocation on some batches."""
+        return self.evaluator.losses(choices, self.problem.num_options, batches)
+
+    def some_batches(self, count: int | None, first: int = 0) -> list[int]:
+        """That many different batches in an order that the seed decides; all of them for None."""
+        available = self.evaluator.objective.num_batches
+        wanted = available if count is None else min(count, available)
+        return batch_order(available, seed=self.settings.seed, first=first * available, count=wanted)
+
+    def resume(self, state: S) -> S:
+        """Take a method's state into the run; it is loaded from the checkpoint if the search is resumed."""
+        self._state = state
+        if self._resumed is not None:
+            state.load(self._resumed["process"])
+        compared = state.candidates + self.evaluator.starts
+        self.evaluator.reserve = compared * len(self.evaluator.selection_batches) + state.kept_back
+        return state
+
+    def planned(self, steps: int | None, cost: int) -> int:
+        """The steps asked for; for None as many as the allowance holds, which is open if only time limits it."""
+        if steps is not None:
+            return steps
+        allowance = self.evaluator.most - self.evaluator.reserve
+        return OPEN_END if math.isinf(allowance) else int(allowance // cost) + 1
+
+    @contextlib.contextmanager
+    def allowance(self) -> Iterator[None]:
+        """Ends the loop inside it where the allowance ends within a step; that step is dropped."""
+        with contextlib.suppress(OutOfAllowance):
+            yield
+
+    def steps(self, planned: int, cost: Callable[[int], int] | int = 1) -> Iterator[int]:
+        """Step numbers from 0, or from where a resumed search stands, while the allowance holds the next one.
+
+        Args:
+            planned: Steps planned.
+            cost: Evaluations that a step takes, as far as that is known.
+        """
+        price = cost if callable(cost) else lambda step: cost
+        self._planned = planned
+        self._check_allowance(price(0) if planned else 0)
+        while self.step < planned and price(self.step) <= self.evaluator.left and self.evaluator.in_time:
+            before = self.step
+            yield before
+            if self.step == before:
+                raise RuntimeError(f"The loop of {self.settings.name} did not record its step {before}.")
+
+    def record(self, loss: float, **described: Any) -> None:
+        """End a step: keep its record and its checkpoint, and call back.
+
+        Args:
+            loss: The loss that describes the step.
+            described: Further fields of :class:`StepRecord`.
+        """
+        assert self._state is not None, "a loop resumes a state before its first step"
+        self.step += 1
+        self._best = min(self._best, loss)
+        fields: dict[str, Any] = {
+            "step": self.step,
+            "steps": self._planned,
+            "loss": loss,
+            "best_loss": self._best,
+            "forwards": self.evaluator.forwards,
+            "backwards": self.evaluator.backwards,
+            "seconds": self.evaluator.seconds,
+            **described,
+        }
+        record = StepRecord(**fields)
+        self._history.append(record)
+        if self._on_checkpoint is not None:
+            self._on_checkpoint(self._checkpoint())
+        if self._on_step is not None:
+            self._on_step(record)
+        if self._on_incumbent is not None:
+            self._on_incumbent(record, self._state.incumbent)
+
+    def choose(self) -> SearchResult:
+        """Compare what was found with the starting points on the selection split, and polish the winner."""
+        state = self._state
+        assert state is not None, "a loop resumes a state before it ends"
+        if not self._planned:
+            self._check_allowance(0)
+        candidates = Candidates(state.problem, self.evaluator)
+        state.propose(candidates)
+        # Joint knapsacks can run out of time, so that a method has nothing to propose.
+        if self.settings.compares_starts or not candidates.choices:
+            self._add_starts(candidates)
+        for name, choices in candidates.choices.items():
+            assert self.problem.is_feasible(choices), f"{self.settings.name} proposed {name} over budget"
+        name, choices, losses = candidates.best()
+        loss = float(losses.mean())
+        self.evaluator.reserve = 0
+        polished, better = state.polish(choices, losses, self._on_step)
+        if better < loss:
+            name, choices, loss = "refined", polished, better
+            candidates.losses[name] = loss
+        return SearchResult(
+            allocation=self.problem.allocation(choices),
+            loss=loss,
+            cost=self.problem.cost(choices),
+            history=self._history,
+            method=self.settings.name,
+            seed=self.settings.seed,
+            chosen_from=name,
+            candidates=candidates.losses,
+            forwards=self.evaluator.forwards,
+            backwards=self.evaluator.backwards,
+            seconds=self.evaluator.seconds,
+            settings={**asdict(self.settings), **self.notes, "steps_taken": self.step},
+        )
+
+    def _check_allowance(self, first: int) -> None:
+        reserve = self.evaluator.reserve
+        if self._resumed is None and self.evaluator.left < first:
+            raise ValueError(
+                f"max_evaluations={self.settings.max_evaluations} is too little for {self.settings.name}: its "
+                f"first step takes {first} evaluations and the final choice {reserve}; raise it to at least "
+                f"{first + reserve}, or give the method smaller settings."
+            )
+
+    def _add_starts(self, candidates: Candidates) -> None:
+        if self.settings.starts_from_prior and self._proxy is not None:
+            candidates.add_exactly("proxy", -self._proxy)
+        if self.settings.starts_from_prior and self.prior is not None:
+            candidates.add_values("prior", self.prior)
+        if self.settings.spends_uniform:
+            candidates.add("uniform", self._uniform, torch.from_numpy(layer_order(self.problem)))
+        else:
+            candidates.choices["uniform"] = self._uniform
+
+    # -------------------------------------------------------- checkpoints
+
+    def _plain_settings(self) -> dict[str, Any]:
+        plain = asdict(self.settings).items()
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in plain if k not in _ALLOWANCE}
+
+    def _checkpoint(self) -> dict[str, Any]:
+        """Everything a later process needs, as plain tensors, numbers and lists."""
+        assert self._state is not None
+        return {
+            "version": _STATE_VERSION,
+            "method": self.settings.name,
+            "settings": self._plain_settings(),
+            "problem": self.problem.fingerprint,
+            "prior": _plain(self.prior),
+            "proxy": _plain(self._proxy),
+            "step": self.step,
+            "best": self._best,
+            "counter": [self.evaluator.forwards, self.evaluator.backwards],
+            "seconds": self.evaluator.seconds,
+            "history": [asdict(record) for record in self._history],
+            "process": self._state.state(),
+        }
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint; another method, problem, prior or setting is an error."""
+        if state.get("version") != _STATE_VERSION or state.get("method") != self.settings.name:
+            raise ValueError(
+                f"The checkpoint is one of {state.get('method')}, version {state.get('version')}; this search is "
+                f"{self.settings.name} and reads version {_STATE_VERSION}."
+            )
+        if state["problem"] != self.problem.fingerprint:
+            raise ValueError("The checkpoint belongs to another problem (costs, budget or locks differ).")
+        for name, mine in self._plain_settings().items():
+            if state["settings"].get(name) != mine:
+                raise ValueError(
+                    f"The checkpoint was made with {name}={state['settings'].get(name)}, this search has "
+                    f"{name}={mine}; resume with the same settings or start anew."
+                )
+        for name, table in (("prior", self.prior), ("proxy", self._proxy)):
+            theirs = state[name]
+            same = theirs is table if theirs is None or table is None else torch.equal(theirs, table)
+            if not same:
+                raise ValueError(f"The checkpoint was started from another {name}.")
+        self.step, self._best = state["step"], state["best"]
+        self.evaluator.forwards, self.evaluator.backwards = state["counter"]
+        self.evaluator.seconds_before = state["seconds"]
+        self._history = [_step_record(record) for record in state["history"]]
+
+
+def checked_table(table: Any, problem: AllocationProblem, name: str) -> np.ndarray:
+    """An (N, K) table of numbers, finite where an option is allowed; zero elsewhere."""
+    array = np.asarray(torch.as_tensor(table).detach().to("cpu", torch.float64))
+    shape = (problem.num_groups, problem.num_options)
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {array.shape}.")
+    if not np.isfinite(array[problem.allowed]).all():
+        group, option = np.argwhere(~np.isfinite(array) & problem.allowed)[0]
+        raise ValueError(
+            f"{name} must be finite for every allowed option, got {array[group, option]} for option {option} of "
+            f"group {group}."
+        )
+    return np.where(problem.allowed, array, 0.0)
+
+
+def _step_record(record: Mapping[str, Any]) -> StepRecord:
+    cost = record["expected_cost"]
+    return StepRecord(**{**record, "expected_cost": tuple(cost) if cost is not None else None})
+
+
+def _plain(value: Any) -> Any:
+    """A copy of a value for a checkpoint; arrays are marked, so that they come back as arrays."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return {"array": torch.from_numpy(value.copy())}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value.state() if hasattr(value, "state") else value
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return value["array"].numpy().copy()
+    return [_restored(entry) for entry in value] if isinstance(value, list) else value
