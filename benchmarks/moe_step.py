@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from rco.bench.timing import measure
-from rco.compression.objective import Reference
+from rco.compression.language_model_objective import Reference
 from rco.losses import Head, chunked_kl
 from rco.models.precision import computing_in
 from rco.pipeline.configs import QuantizeConfig

@@ -100,22 +100,22 @@ def test_frank_wolfe_solves_linear_losses(seed):
 
 
 def walk(steps=1000, **settings):
-    walker = PenalizedOptimizer(problem(), torch.zeros(5, 2, dtype=torch.float64), lr=0.05, **settings)
+    optimizer = PenalizedOptimizer(problem(), torch.zeros(5, 2, dtype=torch.float64), lr=0.05, **settings)
     objective = Distance()
     for _ in range(steps):
-        loss = objective.loss(torch.softmax(walker.logits, dim=-1), 0)
-        (gradient,) = torch.autograd.grad(loss, walker.logits)
-        walker.step(gradient, float(loss.detach()))
-    return walker, torch.softmax(walker.logits.detach(), dim=-1)[:, 1].numpy()
+        loss = objective.loss(torch.softmax(optimizer.logits, dim=-1), 0)
+        (gradient,) = torch.autograd.grad(loss, optimizer.logits)
+        optimizer.step(gradient, float(loss.detach()))
+    return optimizer, torch.softmax(optimizer.logits.detach(), dim=-1)[:, 1].numpy()
 
 
 def test_lagrangian_reaches_the_constrained_optimum():
-    walker, p = walk(multiplier_lr=0.5, rho=0.0, growth=1.0, patience=1)
+    optimizer, p = walk(multiplier_lr=0.5, rho=0.0, growth=1.0, patience=1)
     np.testing.assert_allclose(p, optimum(), atol=5e-3)
-    # The multiplier, in the walker's units, is the closed form's price.
+    # The multiplier, in the optimizer's units, is the closed form's price.
     price = (COSTS @ WANTED - BUDGET) / (COSTS @ COSTS)
     width = COSTS.sum()
-    assert float(walker.multipliers[0]) * walker.unit / width == pytest.approx(price, rel=0.05)
+    assert float(optimizer.multipliers[0]) * optimizer.unit / width == pytest.approx(price, rel=0.05)
 
 
 def test_augmented_lagrangian_reaches_the_constrained_optimum():
@@ -126,9 +126,9 @@ def test_augmented_lagrangian_reaches_the_constrained_optimum():
 
 def test_penalty_stops_short_of_the_budget_by_what_it_must():
     rho = 20.0
-    walker, p = walk(multiplier_lr=0.0, rho=rho, growth=1.0, patience=1)
+    optimizer, p = walk(multiplier_lr=0.0, rho=rho, growth=1.0, patience=1)
     # Stationary: p = q - mu c with mu = unit rho (<c, p> - B) / width^2.
-    strength = walker.unit * rho / COSTS.sum() ** 2
+    strength = optimizer.unit * rho / COSTS.sum() ** 2
     excess = (COSTS @ WANTED - BUDGET) / (1 + strength * COSTS @ COSTS)
     np.testing.assert_allclose(p, WANTED - strength * excess * COSTS, atol=5e-3)
     assert COSTS @ p > BUDGET

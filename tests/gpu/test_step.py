@@ -277,7 +277,7 @@ def test_what_cannot_be_recorded_is_launched_and_right(monkeypatch, caplog):
             loss.detach().item()
         return loss
 
-    monkeypatch.setattr("rco.compression.objective.chunked_kl", looking)
+    monkeypatch.setattr("rco.compression.language_model_objective.chunked_kl", looking)
     with case.backend.objective(case.data) as objective:
         found = [objective.enqueue(*request)() for request in requests]
         assert not objective.recorded

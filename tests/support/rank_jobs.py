@@ -147,7 +147,7 @@ def quantize_in_memory(folder, most_blocks=None):
 def command(arguments, dies_at=None):
     """``rco`` with some arguments: exit code, stdout, stderr; the last rank kills itself at a loss, if asked to."""
     from rco.cli import main
-    from rco.compression.objective import LanguageModelObjective
+    from rco.compression.language_model_objective import LanguageModelObjective
 
     if dies_at is not None and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         calm, calls = LanguageModelObjective.loss, []

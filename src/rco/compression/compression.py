@@ -30,7 +30,7 @@ from rco.compression.candidates import (
 from rco.compression.costs import Costs, Count, Visits, routing_visits
 from rco.compression.cuda_graphs import Recording
 from rco.compression.deployment import chosen_weights, deploy, written_names
-from rco.compression.objective import LanguageModelObjective, LossKind, Reference
+from rco.compression.language_model_objective import LanguageModelObjective, LossKind, Reference
 from rco.compression.option_errors import layer_errors, recorded_errors, weight_distances, weight_errors
 from rco.compression.plan import CompressionPlan
 from rco.compression.priors import (
