@@ -145,7 +145,7 @@ def run_part(settings, bits, method, own, start, seed, tuning=False):
     backend, data, judge = bench_of(settings)
     problem = backend.problem(Budget.parse(bits=bits))
     prior = prior_of(settings, backend, data.search, problem, seed) if start == "prior" else None
-    backend.curvature = None
+    backend.use_differences(None)
     searcher = searcher_of(settings, method, own, seed)
     if tuning:
         searcher = dataclasses.replace(searcher, choose=False, refine=0)

@@ -94,7 +94,7 @@ MORE_PLACES = {
     "sensitivities": ("rco.pipeline.compress:write_tensors_atomic", 1),
     "search, before its result": ("rco.runs:RunDirectory.write_result", 1),
     "evaluation": ("rco.pipeline.judge:Judge.row", 3),
-    "export, before its name": ("rco.export.base:_put_in_place", 1),
+    "export, before its name": ("rco.export.exporter:_put_in_place", 1),
     "report": ("rco.pipeline.compress:build_report", 1),
 }
 

@@ -16,8 +16,8 @@ from rco.compression.file_size import (
     option_bytes,
 )
 from rco.export import CompressedTensorsExporter, ExportError, check_exportable, validate_for_engine
-from rco.export.base import atomic_folder
 from rco.export.compressed_tensors import quantization_config
+from rco.export.exporter import atomic_folder
 from rco.export.writer import verify_checkpoint, write_checkpoint
 from rco.formats.integer import IntegerGrid, packed_words
 from rco.formats.original import ORIGINAL
@@ -330,7 +330,7 @@ def test_leftovers_of_killed_exports_are_cleared(tmp_path):
     out = tmp_path / "out"
     script = (
         "import sys, time\n"
-        "from rco.export.base import atomic_folder\n"
+        "from rco.export.exporter import atomic_folder\n"
         "with atomic_folder(sys.argv[1]) as folder:\n"
         "    (folder / 'half').write_text('x')\n"
         "    print('ready', flush=True)\n"

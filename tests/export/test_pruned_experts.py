@@ -5,7 +5,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from rco.export.base import ExportError
+from rco.export.exporter import ExportError
 from rco.export.pruned_experts import EXPERT_MAP_FILE, export_pruned, load_pruned
 from rco.models.moe.gates import expert_gates
 from rco.models.moe.layers import moe_layers

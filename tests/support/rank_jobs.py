@@ -102,7 +102,6 @@ def quantize_in_memory(folder, most_blocks=None):
     from rco.compression.candidates import CandidateSettings
     from rco.compression.compression import Compression
     from rco.compression.plan import make_plan
-    from rco.compression.second_order import curvature
     from rco.data.calibration import CalibrationSet
     from rco.models.loading import wrap_model
     from rco.store import CandidateStore
@@ -130,7 +129,7 @@ def quantize_in_memory(folder, most_blocks=None):
             CandidateStore.enter = stop
         backend.candidates(data)
         differences = backend.differences(data, seed=3)
-        backend.curvature = curvature(differences)
+        backend.use_differences(differences)
         files = {block: entry["sha256"] for block, entry in backend.store.manifest["blocks"].items()}
         result = None
         with backend.objective(data.select(slice(0, 4)), data.select(slice(4, 6))) as objective:

@@ -8,9 +8,9 @@ from typing import Any
 _EXPORTS = {
     "CompressedTensorsExporter": "rco.export.compressed_tensors",
     "DenseExporter": "rco.export.dense",
-    "ExportError": "rco.export.base",
-    "ExportSummary": "rco.export.base",
-    "Exporter": "rco.export.base",
+    "ExportError": "rco.export.exporter",
+    "ExportSummary": "rco.export.exporter",
+    "Exporter": "rco.export.exporter",
     "check_exportable": "rco.export.compressed_tensors",
     "validate_for_engine": "rco.export.engine_checks",
 }

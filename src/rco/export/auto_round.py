@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from rco.export.base import ExportError
+from rco.export.exporter import ExportError
 from rco.export.recipes import Choice, Recipe, RecipeExporter, as_json
 from rco.formats.integer import IntegerGrid
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from rco.compression.file_size import allocation_tensors, distinct_state
-from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
 from rco.export.engine_checks import validate_for_engine
 from rco.export.expert_code import experts_per_layer, separate_experts_fields, write_expert_code
 from rco.export.expert_targets import expert_pattern, name_experts, one_scheme, written_schemes
+from rco.export.exporter import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
 from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint
 from rco.formats.base import Format
 from rco.formats.integer import IntegerGrid, PackedWeight

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rco.compression.file_size import TensorSpec, distinct_state
-from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
 from rco.export.expert_code import experts_per_layer, write_pruned_code
+from rco.export.exporter import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
 from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint
 from rco.formats.integer import PackedWeight
 from rco.models.layout import LinearInfo

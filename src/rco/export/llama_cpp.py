@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from rco.compression.gguf import BLOCK_TYPES, BlockType, GGUFFile, written_type
-from rco.export.base import ExportError
+from rco.export.exporter import ExportError
 from rco.export.recipes import Choice, Recipe, RecipeExporter
 from rco.formats.original import ORIGINAL
 from rco.models.gguf_names import gguf_names

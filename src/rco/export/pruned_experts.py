@@ -23,8 +23,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source
 from rco.export.expert_code import experts_per_layer, stock_class, write_pruned_code
+from rco.export.exporter import ExportError, ExportSummary, atomic_folder, resolve_source
 from rco.formats.base import Stored
 from rco.models.loading import LoadedModel, without_progress_bars
 from rco.models.moe.expert_removal import keep_plan, pad_experts, prune_experts
@@ -129,7 +129,7 @@ class PrunedExporter:
         overwrite: bool = False,
         numbers: Sequence[Sequence[int]] | None = None,
     ) -> ExportSummary:
-        """Write a model that has lost its pruned experts already; see :class:`rco.export.base.Exporter`.
+        """Write a model that has lost its pruned experts already; see :class:`rco.export.exporter.Exporter`.
 
         Args:
             source: The model without its pruned experts.

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rco.export.base import ExportError, ExportSummary, atomic_folder, resolve_source
+from rco.export.exporter import ExportError, ExportSummary, atomic_folder, resolve_source
 from rco.formats.base import Format
 from rco.formats.integer import IntegerGrid, PackedWeight
 from rco.formats.original import ORIGINAL

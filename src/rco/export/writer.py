@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rco.compression.file_size import DTYPE_NAMES, TensorSpec, plan_shards, safetensors_header
-from rco.export.base import ExportError
+from rco.export.exporter import ExportError
 
 __all__ = ["expected_bytes", "verify_checkpoint", "write_checkpoint"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from rco.export.base import Exporter
+    from rco.export.exporter import Exporter
     from rco.formats.base import Stored
     from rco.models.loading import LoadedModel
 
@@ -27,7 +27,7 @@ def check_exporter(exporter: Exporter, source: LoadedModel, weights: Mapping[str
         weights: Packed weights (:class:`rco.formats.base.Stored`) of some of its linears, or none.
         folder: An empty folder to work in.
     """
-    from rco.export.base import ExportError
+    from rco.export.exporter import ExportError
 
     before = {name: value.clone() for name, value in source.model.state_dict().items()}
     out = folder / "out"
