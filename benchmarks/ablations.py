@@ -541,7 +541,9 @@ class _Bench:
         choices = np.asarray(result.allocation)
         found = {"search": choices}
         if printed:
-            liked = torch.log_softmax(last["process"]["logits"] + problem.log_allowed, dim=-1).numpy()
+            liked = torch.log_softmax(
+                last["process"]["optimizer"]["logits"] + problem.log_allowed, dim=-1
+            ).numpy()
             found = {"printed": choices, "spent": spend(problem, choices, liked)}
         return {
             "key": loop.key,

@@ -152,7 +152,7 @@ def run_part(settings, bits, method, own, start, seed, tuning=False):
     last = {}
     with backend.objective(data.search, data.selection) as objective:
         result = searcher.search(problem, objective, prior=prior, on_checkpoint=last.update)
-        logits = last["process"]["logits"]
+        logits = last["process"]["optimizer"]["logits"]
         if not tuning:
             # The loop does not look at ``monotone``: the same state ends as it would have without.
             without = {**last, "settings": {**last["settings"], "monotone": False}}

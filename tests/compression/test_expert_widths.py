@@ -356,14 +356,21 @@ def test_errors_of_weights_are_those_of_every_expert(tmp_path):
 
 
 def test_routers_never_lose_too_many_experts(tmp_path):
+    """However much a search likes to remove experts, the cheapest budget included."""
     backend = make_backend(tmp_path, name="qwen3_moe", allow_prune=True)
-    for layer in moe_layers(backend.loaded.model):
-        members = [
-            g
-            for g in backend.plan.groups
-            if getattr(g.members[0], "layer", None) is not None and g.members[0].layer.index == layer.index
-        ]
-        assert sum(0 not in group.widths for group in members) >= layer.top_k
+    layers = [getattr(group.members[0], "layer", None) for group in backend.plan.groups]
+    low = Fraction(backend.budget_range("bpw")[0])
+    for budget in (low, low + Fraction(1, 2), low + 2):
+        problem = backend.problem(Budget("bpw", budget))
+        values = np.random.default_rng(0).normal(size=(problem.num_groups, problem.num_options))
+        values[:, 0] += 100.0
+        choices = np.asarray(rco.solve_mckp(values, problem).allocation)
+        for layer in moe_layers(backend.loaded.model):
+            own = [each is not None and each.index == layer.index for each in layers]
+            assert (choices[own] != 0).sum() >= layer.top_k
+        assert problem.is_feasible(choices)
+    with pytest.raises(rco.InfeasibleBudgetError, match="must lie between"):
+        backend.problem(Budget("bpw", low * Fraction(99, 100)))
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v2", "qwen2_moe"])

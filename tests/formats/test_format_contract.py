@@ -9,12 +9,21 @@ import pytest
 import torch
 
 from rco import formats, registry
+from rco.compression.budget import Budget
+from rco.compression.compression import Compression
+from rco.compression.plan import make_plan
+from rco.core.search import RCO
+from rco.data.calibration import CalibrationSet
+from rco.export.dense import DenseExporter
 from rco.formats.base import EncodeSettings, Stored
 from rco.formats.integer import IntegerGrid, PackedWeight
 from rco.formats.stacks import decode_segments
 from rco.formats.switchable import SwitchableLinear
+from rco.models.loading import wrap_model
+from rco.models.moe.linears import model_linears
 from rco.testing import check_format
 from rco.testing.format_checks import random_weight
+from rco.testing.tiny_models import tiny_model
 
 NAMES = {
     "integer": [
@@ -147,6 +156,44 @@ def test_a_linear_switches_between_the_documents_format_integers_and_the_origina
         for found, wanted in zip(ours, theirs, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
         assert torch.equal(layer.selected_weight(torch.float64), dense[choice])
+
+
+def test_a_search_runs_over_the_documents_format(ternary, tmp_path):
+    """From the plan to the written checkpoint: costs, candidates, search, evaluation, export."""
+    module, _ = ternary
+    loaded = wrap_model(tiny_model("llama"))
+    linears = model_linears(loaded.layout, loaded.model)
+    plan = make_plan(
+        loaded.layout, linears, widths=[3, 4], formats=[module.Ternary()], group_size=16, locks=["o_proj=4"]
+    )
+    assert [option.name for option in plan.options] == ["ternary", "int3-g16", "int4-g16"]
+    compression = Compression(loaded, plan, tmp_path / "store")
+    tokens = torch.randint(96, (4, 24))
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[:, -1] = False
+    data = CalibrationSet(tokens, mask, ("random",) * 4, "random", 0, "calibration")
+    compression.candidates(data)
+    problem = compression.problem(Budget.parse(bits="2.8"))
+    compression.use_differences(compression.differences(data))
+    with compression.objective(data, data) as objective:
+        result = RCO(steps=4, samples=2, refine=2).search(
+            problem, objective, **compression.beliefs(problem, "fisher", 3.0)
+        )
+    taken = {plan.options[choice].family for choice in result.allocation}
+    assert taken == {"ternary", "integer"}
+    assert result.cost <= problem.budget
+    with compression.apply(result.allocation) as applied:
+        expected = applied.model(tokens).logits
+    source, weights = compression.deployed(result.allocation)
+    bits = sum(weights[info.name].format.bits * info.parameters for info in plan.linears)
+    assert bits == sum(problem.units(result.allocation))
+    DenseExporter().export(source, weights, tmp_path / "dense")
+    from transformers import AutoModelForCausalLM
+
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").eval()
+    torch.testing.assert_close(written(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="takes none of the formats ternary"):
+        make_plan(loaded.layout, linears, serve="vllm", formats=[module.Ternary()])
 
 
 def test_at_most_one_option_of_another_family_is_dense_at_a_time(ternary, monkeypatch):

@@ -7,8 +7,11 @@ from fractions import Fraction
 from math import floor
 from typing import Any
 
+import numpy as np
+
 from rco.compression.budget import Budget
 from rco.compression.costs import Costs
+from rco.compression.plan import CompressionPlan
 from rco.core.problem import AllocationProblem, InfeasibleBudgetError
 from rco.formats.original import ORIGINAL
 from rco.formats.removed import REMOVED
@@ -41,6 +44,8 @@ def assignment_problem(
     }
     if plan.removes_only:
         return _removal_problem(costs, budget, arguments, uniform, min_per_layer)
+    if REMOVED in plan.options:
+        arguments["min_counts"] = _min_counts(plan, min_per_layer)
     try:
         return AllocationProblem(costs.matrix, budget=costs.total(budget.amount), **arguments)
     except InfeasibleBudgetError as error:
@@ -49,6 +54,16 @@ def assignment_problem(
             f"`{budget.kind}` must lie between {low} and {high} with these widths, locks and groups, got "
             f"{budget}."
         ) from error
+
+
+def _min_counts(plan: CompressionPlan, min_per_layer: int) -> dict[str, Any]:
+    """At least as many experts of every layer stay as its router picks; groups of no layer have no minimum."""
+    layers, blocks = plan.sparse_layers, plan.layer_of_group
+    counts = [max(layer.top_k, min_per_layer) for layer in layers]
+    staying = [column for column, option in enumerate(plan.options) if option != REMOVED]
+    if (blocks < 0).any():
+        blocks, counts = np.where(blocks < 0, len(layers), blocks), [*counts, 0]
+    return {"blocks": blocks, "counts": counts, "options": staying}
 
 
 def experts_to_prune(budget: Budget, experts: int) -> int:
@@ -94,7 +109,7 @@ def _removal_problem(
             )
     target: Any = (_uniform_budgets if uniform else _total_budget)(layers, least, budget, costs)
     arguments["blocks"] = blocks if uniform else None
-    arguments["min_counts"] = {"blocks": blocks, "counts": least, "options": [keep]}
+    arguments["min_counts"] = _min_counts(plan, min_per_layer)
     # A block that the locks decide altogether has no surface C = B to walk on.
     decided = [not allowed[blocks == b].all(axis=1).any() for b in range(len(layers))]
     stuck = any(decided) if uniform else all(decided)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from math import ceil, floor
 from typing import Literal
 
 import numpy as np
@@ -44,7 +45,6 @@ __all__ = [
     "Count",
     "ExpertShares",
     "Visits",
-    "most_visited",
     "routing_visits",
 ]
 
@@ -90,16 +90,6 @@ def routing_visits(
             loaded.model, ((part.tokens, part.mask) for part in calibration.batches(_ROUTING_BATCH))
         )
     return Visits(int(calibration.mask.sum()), dict(enumerate(counts)))
-
-
-def most_visited(visits: Visits, layers: Sequence[MoELayer]) -> dict[int, list[int]]:
-    """Sparse layer -> as many of its experts as a router picks, those that most tokens visit."""
-    found = {}
-    for layer in layers:
-        counts = visits.experts[layer.index]
-        order = sorted(range(layer.num_experts), key=lambda expert: (-counts[expert], expert))
-        found[layer.index] = sorted(order[: layer.top_k])
-    return found
 
 
 @dataclass(frozen=True)
@@ -292,6 +282,21 @@ class Costs:
             return f"{units + self.fixed:,.0f} bytes"
         return f"{units / self.parameters:.4f} {self.kind.replace('_', ' ')}"
 
+    def _least(self, allowed: np.ndarray) -> np.ndarray:
+        """(N,) costs of the cheapest assignment that leaves every router the experts that it picks."""
+        plan, costs = self.plan, self.matrix
+        most = costs.max(initial=0) + 1
+        cheapest = np.where(allowed, costs, most).min(axis=1)
+        if REMOVED not in plan.options:
+            return np.asarray(cheapest)
+        stays = allowed & np.array([option != REMOVED for option in plan.options])
+        kept = np.where(stays, costs, most).min(axis=1)
+        for number, layer in enumerate(plan.sparse_layers):
+            members = np.flatnonzero(plan.layer_of_group == number)
+            order = members[np.argsort((kept - cheapest)[members], kind="stable")]
+            cheapest[order[: layer.top_k]] = kept[order[: layer.top_k]]
+        return np.asarray(cheapest)
+
     @property
     def unit(self) -> str:
         """Name of a unit of the matrix."""
@@ -307,10 +312,12 @@ class Costs:
     def range(self) -> tuple[str, str]:
         """The lowest and the highest budget, as a user would write them."""
         allowed, costs = self.plan.allowed, self.matrix
-        low = int(np.where(allowed, costs, costs.max(initial=0)).min(axis=1).sum())
+        low = int(self._least(allowed).sum())
         high = int(np.where(allowed, costs, 0).max(axis=1).sum())
         if self.plan.removes_only:
             return f"{low + self.fixed:,} {self.unit}", f"{high + self.fixed:,} {self.unit}"
         if self.kind == "size":
             return f"{low + self.fixed:,} bytes", f"{high + self.fixed:,} bytes"
-        return f"{low / self.parameters:.6g}", f"{high / self.parameters:.6g}"
+        # Rounded inwards, so that both ends can be asked for as they are printed.
+        ends = ceil(Fraction(low, self.parameters) * 10**5), floor(Fraction(high, self.parameters) * 10**5)
+        return f"{ends[0] / 10**5:g}", f"{ends[1] / 10**5:g}"

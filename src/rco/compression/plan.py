@@ -8,7 +8,7 @@ the engine loads whatever a search returns.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -202,7 +202,6 @@ def make_plan(
     ties: Sequence[str] = (),
     experts: ExpertGroups | None = None,
     allow_prune: bool = False,
-    protected: Mapping[int, Collection[int]] | None = None,
     gguf: GGUFFile | None = None,
 ) -> CompressionPlan:
     """Turn what the user asked for into groups.
@@ -220,9 +219,7 @@ def make_plan(
         skips: Regexes or roles: matching linears are left alone and outside the budget.
         ties: Comma-separated kinds, e.g. ``q_proj,k_proj,v_proj``, that share a width within a block.
         experts: What shares a width among experts; None: an expert's matrices, or what the engine needs.
-        allow_prune: 0 bits is an option of every expert that is not protected.
-        protected: Sparse layer -> experts that are never pruned: at least as many as its router picks, so that
-            whatever a search does the router has its choice. None: the first ones.
+        allow_prune: Removal is an option of every expert; the problem keeps as many as each router picks.
         gguf: The model's tensors in a GGUF file, for an engine that reads one.
     """
     engine = find_engine(serve)
@@ -294,7 +291,7 @@ def make_plan(
                 f"{', '.join(m.name for m in members)} share one width, but are locked to {sorted(allowed)}; "
                 "lock them alike or drop the tie."
             )
-        prunable = allow_prune and all(_prunable(member, protected) for member in members)
+        prunable = allow_prune and all(isinstance(member, ExpertLinear) for member in members)
         open_to = {REMOVED, *offered} if prunable else offered
         fitting = _fitting(members, _ordered(set(map(option, allowed)) or open_to), gguf)
         if engine.experts in ("layer", "model") and fitting != (ORIGINAL,):
@@ -391,18 +388,6 @@ def _check_separable(engine: Engine, members: Sequence[LinearInfo]) -> None:
             "checkpoints have them stacked: leave them alone (`lock='experts=16'`), or use `serve='any'`, whose "
             "checkpoint brings the code for them."
         )
-
-
-def _prunable(info: LinearInfo, protected: Mapping[int, Collection[int]] | None) -> bool:
-    if not isinstance(info, ExpertLinear):
-        return False
-    layer = info.layer
-    kept = range(layer.top_k) if protected is None else protected[layer.index]
-    if len(kept) < layer.top_k:
-        raise ValueError(
-            f"{layer.name} picks {layer.top_k} experts per token, so that many must be protected; got {len(kept)}."
-        )
-    return info.expert not in kept
 
 
 def _expert_groups(

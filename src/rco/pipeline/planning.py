@@ -13,7 +13,7 @@ import torch
 from rco.compression.budget import Budget
 from rco.compression.candidates import CandidateSettings
 from rco.compression.compression import Compression
-from rco.compression.costs import Visits, most_visited, routing_visits
+from rco.compression.costs import Visits, routing_visits
 from rco.compression.engines import find_engine
 from rco.compression.gguf import GGUFFile
 from rco.compression.plan import CompressionPlan, ExpertGroups, make_plan, make_removal_plan
@@ -27,7 +27,7 @@ from rco.models.device_map import DeviceMap
 from rco.models.loading import LoadedModel, load_model, locate_model, refuse_quantized
 from rco.models.moe.expert_removal import keep_plan
 from rco.models.moe.layers import moe_layers
-from rco.models.moe.linears import model_linears, sparse_layers
+from rco.models.moe.linears import model_linears
 from rco.models.precision import compute_dtype
 from rco.pipeline.checkpoints import check_format, check_recipe
 from rco.pipeline.configs import CompressConfig, PruneConfig, QuantizeConfig
@@ -107,7 +107,7 @@ def plan_compression(
     folder = run_folder(config, budget)
     computing = compute_dtype(config.compute, loaded.device, loaded.dtype)
     visits = _needed_visits(config, budget, loaded, computing)
-    plan = plan_groups(config, loaded, visits)
+    plan = plan_groups(config, loaded)
     residency, memory = choose_residency(loaded, plan, config)
     own = (
         _quantization_settings(config, plan, folder)
@@ -136,8 +136,8 @@ def plan_compression(
     return Planned(loaded, compression, problem, budget, folder, expected, ranks=ranks)
 
 
-def plan_groups(config: CompressConfig, loaded: LoadedModel, visits: Visits | None = None) -> CompressionPlan:
-    """Groups and options of a loaded model; ``visits`` of its experts decide which must not be pruned."""
+def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
+    """Groups and options of a loaded model."""
     if isinstance(config, PruneConfig):
         moe_layers(loaded.model)  # a model without experts is an error that names those with some
         return make_removal_plan(model_linears(loaded.layout, loaded.model), config.lock)
@@ -160,7 +160,6 @@ def plan_groups(config: CompressConfig, loaded: LoadedModel, visits: Visits | No
         ties=config.tie,
         experts=_expert_groups(config),
         allow_prune=config.allow_prune,
-        protected=None if visits is None else most_visited(visits, sparse_layers(loaded.model)),
         gguf=GGUFFile.of(loaded.layout, loaded.model) if engine.gguf else None,
     )
 
@@ -239,8 +238,8 @@ def _load(config: CompressConfig, ranks: Ranks, given: LoadedModel | None) -> Lo
 def _needed_visits(
     config: CompressConfig, budget: Budget, loaded: LoadedModel, computing: torch.dtype
 ) -> Visits | None:
-    """How often experts are visited, where costs or groups depend on it; None where they do not."""
-    if budget.kind == "active_bits" or getattr(config, "allow_prune", False):
+    """How often experts are visited, where costs depend on it; None where they do not."""
+    if budget.kind == "active_bits":
         return routing_visits(loaded, build_data(config, loaded.tokenizer).search, computing)
     return None
 
