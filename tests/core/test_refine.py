@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import rco
 from rco.core.choice import SampleTracker
 from rco.core.evaluator import Evaluator
-from rco.core.moves import spend, uniform_allocation
+from rco.core.moves import layer_order, spend, uniform_allocation
 from rco.core.refine import refine
 from rco.testing import QuadraticObjective, enumerate_feasible, random_problem, true_optimum
 
@@ -118,3 +118,12 @@ def test_the_best_sample_survives_a_checkpoint():
         second.see(*sample)
     assert second.choices.tolist() == whole.choices.tolist()
     assert second.loss == whole.loss
+
+
+def test_the_rest_of_a_uniform_budget_raises_groups_by_one_option_in_order():
+    problem = rco.AllocationProblem([2, 3, 4, 8], budget=2 * 12 + 7, weights=[1] * 12, monotone=True)
+    found = spend(problem, uniform_allocation(problem), layer_order(problem))
+    assert found.tolist() == [1] * 7 + [0] * 5
+    problem = problem.replace(budget=3 * 12 + 3)
+    found = spend(problem, uniform_allocation(problem), layer_order(problem))
+    assert found.tolist() == [2] * 3 + [1] * 9

@@ -64,10 +64,10 @@ def spend(problem: AllocationProblem, choices: np.ndarray, values: np.ndarray) -
 
 
 def layer_order(problem: AllocationProblem) -> np.ndarray:
-    """(N, K) values under which :func:`spend` upgrades the first groups first, one option at a time."""
+    """(N, K) values under which :func:`spend` raises groups by one option each, the first groups first."""
     order = np.arange(problem.num_groups)[:, None]
     step = np.arange(problem.num_options)[None, :]
-    return -(order + problem.num_groups * step).astype(np.float64)
+    return -(order * step + problem.num_groups * step * (step + 1) // 2).astype(np.float64)
 
 
 def uniform_allocation(problem: AllocationProblem) -> np.ndarray:
