@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rco.compression.compression import Compression
 from rco.compression.priors import logits_from_losses
 from rco.compression.second_order import predicted_losses
 from rco.core.problem import AllocationProblem
@@ -97,7 +98,17 @@ def test_the_prior_of_the_manifold_study_is_the_one_that_quantizing_starts_from(
     save_file({"d": differences}, tmp_path / "sensitivities-5-4-8.safetensors")
     errors = torch.rand(3, 2, dtype=torch.float64) + 0.1
     problem = AllocationProblem(np.array([[1, 2]] * 3), 4)
-    found = study.prior_of(settings, SimpleNamespace(relative_errors=lambda: errors), None, problem, 5)
+
+    class Known(Compression):
+        """Without a model: only what sensitivities are made of."""
+
+        def __init__(self):
+            self.plan = SimpleNamespace(removes_only=False)
+
+        def relative_errors(self):
+            return errors
+
+    found = study.prior_of(settings, Known(), None, problem, 5)
     wanted = logits_from_losses(predicted_losses(differences, errors), problem, settings.config().strength)
     assert torch.equal(found, wanted)
     assert float(found.abs().max()) > 0
