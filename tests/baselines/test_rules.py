@@ -113,4 +113,4 @@ def test_random_picks_use_the_budget_and_the_seed(per_block):
 def test_no_score_is_said(caplog):
     problem, _, _, _ = experts()
     TopGlobal().search(problem, Keeping(40, 2))
-    assert "was given none" in caplog.text
+    assert "has no prior" in caplog.text

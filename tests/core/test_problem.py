@@ -143,7 +143,7 @@ def test_reduction_keeps_the_feasible_set():
     [
         ({"option_costs": [1, 2], "budget": 1, "weights": [1, 1]}, rco.InfeasibleBudgetError, "between 2 and 4"),
         ({"option_costs": [1, 2], "budget": 5, "weights": [1, 1]}, rco.InfeasibleBudgetError, "between 2 and 4"),
-        ({"option_costs": [3, 3], "budget": 6, "weights": [1, 1]}, ValueError, "no surface"),
+        ({"option_costs": [3, 3], "budget": 6, "weights": [1, 1]}, ValueError, "not a surface"),
         ({"option_costs": [], "budget": 1}, ValueError, "empty"),
         ({"option_costs": np.zeros((0, 3)), "budget": 1}, ValueError, "empty"),
         ({"option_costs": [1, math.nan], "budget": 1, "weights": [1]}, ValueError, "finite"),

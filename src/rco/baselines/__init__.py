@@ -1,1 +1,1 @@
-"""One file, one searcher: the methods that RCO is compared with, all through the same seam."""
+"""The methods that RCO is compared with: one searcher per file, all with the same interface."""

@@ -17,10 +17,11 @@ __all__ = ["blocks_of", "share_budget"]
 def blocks_of(
     problem: AllocationProblem, objective: Objective | None, given: Sequence[Any] | None
 ) -> np.ndarray:
-    """(N,) block numbers from 0: as given, as the objective or the problem has them, or as the labels tell.
+    """(N,) block numbers from 0: as given, or from the objective, the problem or the labels.
 
     Labels are cut before their last number if they end in one ("layers.3.experts.17" lies in "layers.3.experts"),
-    else after their first number ("layers.3.q_proj" lies in "layers.3"). Without any of these all is one block.
+    else after their first number ("layers.3.q_proj" lies in "layers.3"). Without any of these all groups are one
+    block.
     """
     if given is not None and len(given) != problem.num_groups:
         raise ValueError(
@@ -51,14 +52,14 @@ def share_budget(problem: AllocationProblem, blocks: np.ndarray) -> AllocationPr
 
     Units that do not divide go one each to the blocks with the largest remainders, the first of equal ones first.
     A block whose minimum counts cost more than its share gets that much, at the expense of the largest shares.
-    Problems that already have a budget per block stay as they are. Other joint budgets stay beside the shares.
+    Problems that already have a budget per block stay as they are. Further joint budgets are kept.
     """
     count = int(blocks.max()) + 1
     if problem.block_index is not None or count == 1:
         return problem
     costs = problem.unit_costs[0]
     unit = int(np.gcd.reduce(costs - costs.min(axis=1, keepdims=True), axis=None)) or 1
-    # What is shared are whole experts, not their parameters.
+    # Whole experts are shared, not their parameters.
     lows = [int(costs[blocks == b].min(axis=1).sum()) for b in range(count)]
     widths = [(int(costs[blocks == b].max(axis=1).sum()) - low) // unit for b, low in enumerate(lows)]
     room = min((problem.unit_budgets[0] - sum(lows)) // unit, sum(widths))
@@ -95,7 +96,7 @@ def _needed(problem: AllocationProblem, blocks: np.ndarray, lows: list[int], uni
 
 
 def _raised(shares: list[int], needed: list[int]) -> list[int]:
-    """Shares of the same sum in which every block has what it needs, as far as the sum goes."""
+    """Shares of the same sum that give every block what it needs, as far as the sum allows."""
     raised = [max(share, need) for share, need in zip(shares, needed, strict=True)]
     excess = sum(raised) - sum(shares)
     while excess > 0:

@@ -1,4 +1,4 @@
-"""EvoESAP: evolution over how much each block keeps, with the order inside a block fixed by a score.
+"""EvoESAP: evolution over the number of groups each block keeps, in an order fixed by a score.
 
 For two options that is a count of kept groups per block. With more options or unequal costs a block's count is the
 number of upgrades it has taken from its own fixed sequence, the best gain in score per cost first.
@@ -23,7 +23,7 @@ __all__ = ["EvoESAP", "Sequences"]
 
 
 class Sequences:
-    """Every block's upgrades in order; a genome counts how many of them each block has taken.
+    """Every block's upgrades in order; a genome is the number of upgrades taken in each block.
 
     Args:
         problem: Costs and budgets.
@@ -81,14 +81,14 @@ class Sequences:
         return self.problem.is_feasible(self.express(counts))
 
     def counts(self, choices: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        """How many upgrades an allocation has in every block."""
+        """Number of upgrades of an allocation in every block."""
         groups = np.arange(len(choices))
         levels = self.ladder.rung[groups, choices] - self.ladder.rung[groups, self.cheapest]
         levels = np.maximum(levels, 0)
         return np.bincount(blocks, weights=levels, minlength=len(self.lengths)).astype(np.int64)
 
     def fill(self, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """One more upgrade for blocks in random order, again and again, while any is affordable."""
+        """Add upgrades to blocks in random order while any is affordable."""
         left = unspent(self.problem, self.express(counts))
         if len(left) == 1 and left[0] == 0:
             return counts  # every upgrade costs something
@@ -107,7 +107,7 @@ class Sequences:
         return counts
 
     def move(self, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
-        """One upgrade more in one block, one less in another, or as many less as pay for it; None if none do."""
+        """One upgrade more in one block, and as many fewer in another as pay for it; None if impossible."""
         receivers, donors = np.flatnonzero(counts < self.lengths), np.flatnonzero(counts > 0)
         if not receivers.size or not donors.size:
             return None
@@ -134,7 +134,7 @@ class _BlockCounts(Population):
         if self.by_acceptance and not objective.offers("acceptance"):
             raise ValueError(
                 f'fitness="acceptance" needs an objective with an acceptance(gates, batch), which '
-                f'{objective.described} does not offer; use fitness="loss".'
+                f'{objective.described} does not define; use fitness="loss".'
             )
         blocks = blocks_of(self.problem, objective, settings.blocks)
         self.sequences = Sequences(self.problem, run.scores().numpy(), blocks)
@@ -144,8 +144,8 @@ class _BlockCounts(Population):
             start = self._feasible_start(blocks)
         if start is None:
             raise ValueError(
-                "evoesap takes the groups of a block in the order of their score, and found no counts per block "
-                "whose allocation keeps the joint budgets; search over single groups instead, by rco or evopress."
+                "evoesap takes the groups of a block in the order of their score, and no counts per block give an "
+                "allocation within the joint budgets; search over single groups instead, with rco or evopress."
             )
         self.start = start
         run.notes["blocks_searched"] = len(self.sequences.lengths)
@@ -162,7 +162,7 @@ class _BlockCounts(Population):
         return counts if self.sequences.feasible(counts) else None
 
     def initial_genomes(self, rng: np.random.Generator, count: int) -> list[np.ndarray]:
-        """The equal share, with what is left given to blocks in random order."""
+        """The equal share, with the leftover budget given to blocks in random order."""
         found = [self.sequences.fill(self.start, rng) for _ in range(count)]
         return list({genome.tobytes(): genome for genome in found}.values())
 
@@ -182,11 +182,11 @@ class _BlockCounts(Population):
 
 @dataclass(frozen=True, kw_only=True)
 class EvoESAP(Evolution):
-    """Evolutionary search over per-block counts; which groups of a block are kept is decided by the prior.
+    """Evolutionary search over per-block counts; the prior decides which groups of a block are kept.
 
     Args:
         fitness: "loss", or "acceptance": the share of the compressed model's tokens that the full model would
-            accept, if the objective offers it. The final choice is by loss in either case.
+            accept, if the objective defines it. The final choice is by loss in either case.
         blocks: Block of every group; None: those of the objective, of the problem or of its labels.
     """
 

@@ -1,6 +1,6 @@
 """(1 + lambda) evolution with selection in stages: many offspring on few batches, few survivors on many.
 
-What a genome is, how it mutates and how it becomes an allocation is left to the method.
+Each method defines its genomes, their mutations and their allocations.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rco.core.searcher import BudgetedSearch, SearchRun, SearchState
 
 __all__ = ["Evolution", "Population"]
 
-# A mutation that cannot be completed is drawn anew this often before the parent counts as stuck.
+# Draws of a mutation that cannot be completed before the parent counts as stuck.
 _TRIES = 32
-_BATCH = 2048  # tokens of a batch that does not say
+_BATCH = 2048  # tokens of a batch of unknown size
 _INITIAL, _OFFSPRING, _BATCHES = range(3)
 
 
@@ -32,9 +32,9 @@ class Evolution(BudgetedSearch):
     Args:
         generations: Rounds of mutation and selection after the initial choice; None: until the allowance ends.
         offspring: Mutants of the parent per generation.
-        survivors: How many each stage of a generation keeps; the last keeps one, with the parent in the contest.
-        tokens_per_stage: Tokens that each stage evaluates its contestants on, in whole batches, at most all there
-            are. Batches of an objective that does not say how many tokens they hold are taken to be of 2,048.
+        survivors: Survivors of each stage of a generation; the last keeps one and includes the parent.
+        tokens_per_stage: Tokens that each stage evaluates its contestants on, in whole batches, at most all.
+            A batch of unknown size counts as 2,048 tokens.
         batches_per_stage: The same in batches; overrides ``tokens_per_stage``.
         initial: Random starting allocations, of which the best on the first stage's batches becomes the parent.
         mutations: Most elementary mutations per offspring; the number is the smaller of two uniform draws.
@@ -63,7 +63,7 @@ class Evolution(BudgetedSearch):
 
     @classmethod
     def scaled_to(cls, evaluations: int, generations: int = 50) -> dict[str, Any]:
-        """Settings in the shape of the defaults, small enough for so many generations within the evaluations.
+        """Settings proportional to the defaults that fit that many generations into the evaluations.
 
         An allowance that holds a handful of full-size generations is better spent on many small ones: offspring,
         survivors and batches shrink together, the first stage stays at one batch.
@@ -120,7 +120,7 @@ class Evolution(BudgetedSearch):
 
 
 class Population(SearchState):
-    """The parent, and what a method does to it. Genomes are integer vectors."""
+    """The parent and the operators of a method. Genomes are integer vectors."""
 
     saved = ("parent", "stuck")
 
@@ -131,7 +131,7 @@ class Population(SearchState):
         self.parent: np.ndarray | None = None
         self.stuck = False
 
-    # What a method supplies.
+    # Defined by each method.
 
     @abstractmethod
     def initial_genomes(self, rng: np.random.Generator, count: int) -> list[np.ndarray]:
@@ -139,20 +139,20 @@ class Population(SearchState):
 
     @abstractmethod
     def mutate(self, genome: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
-        """One elementary mutation that keeps every budget, or None where the draw led nowhere."""
+        """One elementary mutation that keeps every budget, or None if the draw failed."""
 
     def express(self, genome: np.ndarray) -> np.ndarray:
-        """The allocation that a genome stands for."""
+        """The allocation of a genome."""
         return genome
 
     def fitness(self, genome: np.ndarray, batches: list[int]) -> float:
         """Mean loss on some batches; lower is better."""
         return float(self.run.losses(self.express(genome), batches).mean())
 
-    # What all methods share.
+    # Shared by all methods.
 
     def cost(self, step: int) -> int:
-        """At most this many evaluations, less for mutants that occur twice."""
+        """Most evaluations of a step; fewer if mutants occur twice."""
         if step == 0:
             return self.stages[0] * self.settings.initial
         contestants, total = self.settings.offspring, 0
@@ -187,7 +187,7 @@ class Population(SearchState):
                     offspring.setdefault(child.tobytes(), child)  # the same mutant is evaluated once
                     break
             else:
-                # On a budget that leaves no neighbour every draw fails; on others this is as good as impossible.
+                # If the budget leaves no neighbour every draw fails; otherwise this is practically impossible.
                 break
         return list(offspring.values())
 

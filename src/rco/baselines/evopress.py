@@ -1,8 +1,8 @@
 """EvoPress: evolution whose mutations switch levels between groups and so keep the budget.
 
 A mutation raises one group to its next dearer option and lowers others until the total fits again, or lowers one
-and raises another. Between groups of equal cost that is the published operator, a swap of two levels; groups of
-different cost are paid for by as many others as it takes.
+and raises another. Between groups of equal cost that is the published operator, a swap of two levels; a group of
+different cost is paid for by as many others as needed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class LevelSwitch:
 
     Args:
         problem: Costs and budgets.
-        partners: Where the other half of a switch is drawn from. "any": all groups that help; "size": those that
+        partners: Candidates for the other half of a switch. "any": all groups that help; "size": those that
             balance it exactly, as long as there are any, which is the published rule for groups of equal size and
-            leaves the share of each size nearly where it began.
+            hardly changes the share of each size.
     """
 
     def __init__(self, problem: AllocationProblem, partners: Literal["any", "size"] = "any") -> None:
@@ -36,7 +36,7 @@ class LevelSwitch:
         self.ladder = Ladder(problem)
 
     def __call__(self, choices: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
-        """A feasible neighbour of a feasible allocation, or None where the draw led nowhere."""
+        """A feasible neighbour of a feasible allocation, or None if the draw failed."""
         raises = bool(rng.integers(2))
         mutant = self._raise_first(choices, rng) if raises else self._lower_first(choices, rng)
         if mutant is not None and self.problem.monotone:
@@ -66,7 +66,9 @@ class LevelSwitch:
             return None
         mutant = choices.copy()
         mutant[lowered[0]] = lowered[1]
-        if self._over(mutant):  # with joint budgets an option that costs less in all may cost more of one
+        if self._over(
+            mutant
+        ):  # with joint budgets an option that is cheaper in total may cost more under one
             return None
         if not self.problem.monotone and rng.integers(2):
             return mutant  # where dearer may be worse, spending less is a neighbour too
@@ -77,11 +79,11 @@ class LevelSwitch:
         if raised is not None:
             mutant[raised[0]] = raised[1]
         elif self.problem.monotone:
-            return None  # a switch that only takes away
+            return None  # a switch that only lowers
         return mutant
 
     def _use_up(self, before: np.ndarray, mutant: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Raise untouched groups at random while something fits, so that unequal costs do not eat the budget."""
+        """Raise untouched groups at random while something fits, so that unequal costs leave no budget."""
         rung, groups = self.ladder.rung, np.arange(len(mutant))
         while True:
             possible = self.ladder.neighbours(mutant, 1) & fitting_switches(self.problem, mutant)
@@ -95,7 +97,7 @@ class LevelSwitch:
         return bool((unspent(self.problem, choices) < 0).any())
 
     def _balancing(self, possible: np.ndarray, change: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-        """Those of the possible switches that change the cost by exactly what is wanted, if there are any."""
+        """The possible switches that change the cost by exactly ``wanted``, if there are any."""
         if self.partners == "any":
             return possible
         exact = possible & np.asarray((change == wanted[:, None, None]).all(axis=0), dtype=bool)
@@ -137,10 +139,10 @@ class _Allocations(Population):
 class EvoPress(Evolution):
     """Evolutionary search over the true loss, with mutations that keep the budget.
 
-    The defaults are its recommended ones for widths as we remember them (not read again for this package): 128
+    The defaults are its recommended ones for widths from memory (not checked again for this package): 128
     offspring, of which 16, 4 and 1 survive on 2,048, 16,384 and 131,072 tokens.
     100 generations is the search budget that the RCO paper quotes from its authors. Under a small allowance
-    :meth:`scaled_to` gives the same shape in small.
+    :meth:`scaled_to` gives proportionally smaller settings.
 
     Args:
         partners: See :class:`LevelSwitch`.

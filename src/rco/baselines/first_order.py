@@ -1,4 +1,4 @@
-"""The gradient at a base assignment predicts what switching a group costs: one backward per batch."""
+"""Predicted cost of switching a group from the gradient at a base assignment: one backward per batch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Frank-Wolfe on the relaxed budget: probabilities move towards the vertex that the gradient likes best.
+"""Frank-Wolfe on the relaxed budget: probabilities move towards the vertex of steepest descent.
 
-The feasible set is the product of the groups' simplices cut by the linear budgets, so that a linear program answers
-each step and every iterate keeps the budget without projection (as HardCoRe-NAS does for latency). Where the loss
-can only be asked at one-hot gates the gradient is the straight-through one, at feasible samples of the iterate.
+The feasible set is the product of the groups' simplices cut by the linear budgets, so that a linear program solves
+each step and every iterate keeps the budget without projection (as HardCoRe-NAS does for latency). If the loss
+is only defined at one-hot gates the gradient is the straight-through one, at feasible samples of the iterate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rco.core.searcher import BudgetedSearch, SearchRun, SearchState
 
 __all__ = ["BudgetPolytope", "FrankWolfe"]
 
-# An option whose probability has vanished is drawn as if it had this one; it can come back.
+# Lower bound of a probability when drawing, so that an option that vanished can return.
 _LEAST = 1e-6
 
 
@@ -73,9 +73,9 @@ class BudgetPolytope:
         return np.asarray(vertex / vertex.sum(axis=1, keepdims=True))
 
     def start(self, prior: Tensor) -> np.ndarray:
-        """softmax(prior), mixed with as little of a cheap or dear vertex as brings it onto the budget.
+        """softmax(prior), mixed with as little of a cheap or dear vertex as needed to meet the budget.
 
-        With several budgets one share cannot serve them all; the vertex that the prior likes best is taken then.
+        With several budgets no single share meets them all; the best vertex for the prior is returned then.
         """
         logits = prior + self.problem.log_allowed
         p = torch.softmax(logits, dim=-1).numpy()
@@ -147,7 +147,7 @@ class FrankWolfe(BudgetedSearch):
             raise ValueError(f'gates must be "sampled" or "expected", got {self.gates!r}.')
 
     def loop(self, run: SearchRun) -> SearchResult:
-        """Gradient, vertex, step towards it."""
+        """Compute the gradient, find the best vertex, step towards it."""
         problem, polytope = run.problem, BudgetPolytope(run.problem)
         sampled = self.gates == "sampled"
         points = self.samples if sampled else 1
@@ -176,7 +176,7 @@ class FrankWolfe(BudgetedSearch):
                     gradients.append(gradient.numpy())
                     if drawn is not None:
                         state.best.see(drawn[j], batches, loss)
-                # A running mean of the gradient, so that the noise of single samples does not choose vertices.
+                # A running mean of the gradient, so that vertices do not depend on the noise of single samples.
                 weight = 1.0 if not sampled or step == 0 else 1.0 / (1.0 + step) ** self.averaging
                 state.slope = (1.0 - weight) * state.slope + weight * np.mean(gradients, axis=0)
                 vertex = polytope.minimise(state.slope)

@@ -1,8 +1,8 @@
 """Greedy search on the true loss, per unit of cost: from the cheapest options up, or from the dearest down.
 
 Each step takes the switch to a neighbouring option that gains most (or loses least) per cost. Measurements are
-lazy: a switch is measured anew only when its old figure puts it first. Where the gains of a switch only shrink as
-others are taken, that is exactly the greedy choice; ``lazy=False`` measures all of them before every step.
+lazy: a switch is measured again only when its last measurement ranks it first. If the gain of a switch only shrinks
+as others are taken, that is exactly the greedy choice; ``lazy=False`` measures all of them before every step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rco.core.searcher import BudgetedSearch, SearchRun, SearchState
 
 __all__ = ["Greedy", "GreedyDown"]
 
-# Lazy measurements per step that an allowance is divided by, beside the first one of every group.
+# Assumed lazy measurements per step when dividing an allowance, beside the first one of every group.
 _MEASUREMENTS_PER_STEP = 3
 
 
@@ -47,7 +47,7 @@ class _Climb(SearchState):
         self.over = False
 
     def cost(self, step: int) -> int:
-        """The first step measures every switch; how many the later ones measure is not known."""
+        """Evaluations of a step: the first measures every switch; for later ones the number is unknown."""
         return 1 if step else (1 + int(self.moves().sum())) * (self.settings.batches or 1)
 
     def moves(self) -> np.ndarray:
@@ -71,7 +71,7 @@ class _Climb(SearchState):
         assert self.batches is not None
         moves, price = self.moves(), self.price()
         while True:
-            # What was never measured comes first.
+            # Unmeasured switches come first.
             rate = np.where(np.isnan(self.gain), np.inf, self.gain / price)
             rate = np.where(moves, rate, -np.inf)
             stale = moves & (self.measured_at < step)
@@ -86,14 +86,14 @@ class _Climb(SearchState):
             self.measured_at[group, option] = step
 
     def take(self, group: int, option: int) -> None:
-        """Switch a group; what was known of its other switches is void."""
+        """Switch a group and discard the measurements of its other switches."""
         self.loss -= float(self.gain[group, option])
         self.choices = self.choices.copy()
         self.choices[group] = option
         self.gain[group], self.measured_at[group] = np.nan, -1
 
     def batches_affordable(self) -> int | None:
-        """As asked for, or as many as the allowance likely holds for a whole run."""
+        """Batches per measurement: the setting, or as many as the allowance likely holds for a whole run."""
         if self.settings.batches is not None or not np.isfinite(self.evaluator.left):
             return self.settings.batches
         expected = self.problem.num_groups + _MEASUREMENTS_PER_STEP * self.expected_steps()
@@ -113,7 +113,7 @@ class _Climb(SearchState):
         values = self.run.scores() + torch.from_numpy(np.nan_to_num(self.gain))
         choices = self.choices
         self.run.notes.pop("replaced_by", None)
-        if not self.problem.is_feasible(choices):  # minimum counts can end the way down too early
+        if not self.problem.is_feasible(choices):  # minimum counts can end the descent too early
             self.run.notes["replaced_by"] = "knapsack of the scores and the measured gains"
             choices = knapsack(values, self.problem)
         candidates.add("greedy", choices, values)
@@ -130,7 +130,7 @@ class _Descent(_Climb):
         return np.asarray(moves)
 
     def price(self) -> np.ndarray:
-        """What a switch frees of the budgets that are exceeded, and of no more than the excess."""
+        """Cost that a switch frees under exceeded budgets, up to the excess."""
         excess = np.maximum(-unspent(self.problem, self.choices), 0)
         freed = np.maximum(-cost_changes(self.problem, self.choices), 0)
         low, high = self.problem.unit_range
@@ -143,17 +143,17 @@ class _Descent(_Climb):
         return np.asarray(np.maximum(useful.sum(axis=0), np.finfo(float).tiny))
 
     def refuses(self, gain: float) -> bool:
-        return False  # the budget must be met, whatever it costs
+        return False  # the budget must be met, whatever the loss
 
     def propose(self, candidates: Candidates) -> None:
         walked = self.choices, self.gain
         self.choices, self.gain = self.choices.copy(), self.gain.copy()
         self._finish_unmeasured()
         super().propose(candidates)
-        self.choices, self.gain = walked  # from where the search may go on
+        self.choices, self.gain = walked  # so that the search may go on
 
     def _finish_unmeasured(self) -> None:
-        """Where the allowance ran out on the way: go on with the last known figures, unknown ones after them."""
+        """Finish the descent after the allowance ran out: by the last measurements, unmeasured switches last."""
         self.run.notes["unmeasured_steps"] = 0
         while (moves := self.moves()).any():
             known = moves & ~np.isnan(self.gain)
@@ -189,7 +189,7 @@ class Greedy(BudgetedSearch):
         return _Climb(run, self)
 
     def loop(self, run: SearchRun) -> SearchResult:
-        """Take the best switch, again and again."""
+        """Take the best switch until none is left or worth taking."""
         state = run.resume(self.walk(run))
         planned = int(state.ladder.top.sum()) if state.moves().any() else run.step
         with run.allowance():

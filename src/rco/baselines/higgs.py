@@ -1,11 +1,11 @@
 """HIGGS with dynamic widths: the linearity theorem's coefficients, then the exact knapsack.
 
-The theorem says that small relative errors t_i of the groups raise the loss by sum_i alpha_i t_i^2, whatever
-quantizer made them. Each alpha_i is measured by disturbing group i alone, at several levels, and fitted by least
-squares through the origin; the predicted loss of option k is alpha_i t_ik^2. The published method disturbs with
-Gaussian noise, which is ``higgs-noise`` here; ``higgs`` disturbs with the options themselves, so that the errors
-are those of the deployed model. Which levels are taken, those of some of the options, is our choice in both.
-Written from the theorem as its abstract and the RCO paper state it.
+By the theorem, small relative errors t_i of the groups raise the loss by sum_i alpha_i t_i^2, whatever the
+quantizer. Each alpha_i is measured by perturbing group i alone, at several levels, and fitted by least
+squares through the origin; the predicted loss of option k is alpha_i t_ik^2. The published method perturbs with
+Gaussian noise, which is ``higgs-noise`` here; ``higgs`` perturbs with the options themselves, so that the errors
+are those of the deployed model. The levels, those of some of the options, are our choice in both.
+Implemented from the theorem as its abstract and the RCO paper state it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["HIGGS", "HIGGSNoise", "fit_coefficients"]
 
 
 def fit_coefficients(errors: np.ndarray, increases: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    """(N,) slopes of the increases over the errors, through the origin; a group that nothing disturbs gets 0.
+    """(N,) slopes of the increases over the errors, through the origin; 0 for a group without measurements.
 
-    A negative slope is noise around zero, since no disturbance helps to first order, and becomes 0.
+    A negative slope is noise around zero, since no perturbation helps to first order, and becomes 0.
     """
     x = np.where(measured, errors, 0.0)
     power = (x**2).sum(axis=1)
@@ -41,7 +41,7 @@ class _LinearTable(SwitchTable):
 
     def __init__(self, run: SearchRun, base: np.ndarray, errors: np.ndarray, levels: int) -> None:
         self.errors = errors
-        # What a switch adds to the error of the base, which is not quite zero for the dearest option.
+        # Error added by a switch to that of the base, which is not quite zero for the dearest option.
         self.added = errors - errors[np.arange(len(errors)), base][:, None]
         measured = np.zeros(errors.shape, dtype=bool)
         for group, row in enumerate(self.added):
@@ -59,7 +59,7 @@ class _LinearTable(SwitchTable):
 
 
 class _NoiseTable(_LinearTable):
-    """Noise as strong as the options that would have been measured."""
+    """Losses under noise with the errors of the options that ``higgs`` measures."""
 
     def disturbed_loss(self, group: int, option: int, batch: int) -> float:
         objective = self.evaluator.objective
@@ -76,10 +76,10 @@ class _NoiseTable(_LinearTable):
 class HIGGS(TableSearch):
     """The linear model of the loss in the groups' squared errors, and its exact knapsack.
 
-    The objective must offer the table ``option_errors``, the relative squared error of every option, (N, K).
+    The objective must have the table ``option_errors``, the relative squared error of every option, (N, K).
 
     Args:
-        levels: Disturbances per group, spread over its options from the mildest to the strongest.
+        levels: Perturbations per group, spread over its options from the mildest to the strongest.
     """
 
     name: ClassVar[str] = "higgs"
@@ -92,7 +92,7 @@ class HIGGS(TableSearch):
         self.require(levels=1)
 
     def table(self, run: SearchRun) -> LossTable:
-        """All disturbances."""
+        """The table of all perturbations."""
         objective, problem = run.evaluator.objective, run.problem
         given = objective.table("option_errors")
         if given is None:
@@ -114,16 +114,16 @@ class HIGGS(TableSearch):
 
 @dataclass(frozen=True, kw_only=True)
 class HIGGSNoise(HIGGS):
-    """HIGGS as published: the groups are disturbed by Gaussian noise instead of their options.
+    """HIGGS as published: the groups are perturbed by Gaussian noise instead of their options.
 
-    The objective must offer ``noisy_loss`` beside ``option_errors``; see :class:`rco.core.objective.Objective`.
+    The objective must define ``noisy_loss`` and have ``option_errors``; see :class:`rco.core.objective.Objective`.
     """
 
     name: ClassVar[str] = "higgs-noise"
     _table: ClassVar[type[_LinearTable]] = _NoiseTable
 
     def table(self, run: SearchRun) -> LossTable:
-        """All disturbances."""
+        """The table of all perturbations."""
         objective = run.evaluator.objective
         if not objective.offers("noisy_loss"):
             raise ValueError(

@@ -1,11 +1,11 @@
-"""IMPQ: what pairs of groups do to each other, sampled by progressive quantization and solved as a MILP.
+"""IMPQ: interactions of pairs of groups, sampled by progressive quantization and solved as a MILP.
 
-Every group has two options, a low and a high one. A random order of the groups is walked from all high to all low;
-each switch is measured in the company of those before it. From several orders follows a quadratic surrogate: what
-group i costs alone, plus b_ij where i and j are both low. Its mean marginals are the groups' Shapley values. The
-surrogate is minimised exactly, each product of two switches made linear by one more variable.
+Every group has two options, a low and a high one. In a random order, groups are switched from all high to all low;
+each switch is measured with all previous ones in place. Several orders give a quadratic surrogate: the cost of each
+group alone, plus b_ij where i and j are both low. Its mean marginals are the groups' Shapley values. The
+surrogate is minimised exactly, each product of two switches linearised by one more variable.
 
-Written from the method's abstract (its code is not public): widths 2 and 4, Shapley estimates by progressive
+Implemented from the method's abstract (its code is not public): widths 2 and 4, Shapley estimates by progressive
 quantization and the binary quadratic program are its own; the ridge regression behind the interactions, the number
 of orders and the reversed pairs are ours.
 """
@@ -50,11 +50,10 @@ class Surrogate:
 
 
 def fit_surrogate(before: np.ndarray, marginals: np.ndarray, shrinkage: float) -> Surrogate:
-    """Ridge regression of the marginals (P, M) on who was low before (P, M, M), in its dual form.
+    """Ridge regression of the marginals (P, M) on the groups that were low before (P, M, M), in its dual form.
 
-    ``before[p, i, j]`` says that j was low when i switched in order p. The groups' own terms are not penalised;
-    the interactions are, with shrinkage 0.5 putting noise and interactions on an equal footing and 1 leaving the
-    mean marginals alone.
+    ``before[p, i, j]`` is true if j was low when i switched in order p. The groups' own terms are not penalised;
+    the interactions are: shrinkage 0.5 weighs noise and interactions equally, and 1 leaves only the mean marginals.
     """
     orders, count = marginals.shape
     means = marginals.mean(axis=0)
@@ -67,7 +66,7 @@ def fit_surrogate(before: np.ndarray, marginals: np.ndarray, shrinkage: float) -
     crossed = flat[:, switch]  # (obs, obs): the column's switch came before the row's
     same = switch[:, None] == switch[None, :]
     kernel = np.where(same, flat @ flat.T, crossed * crossed.T)
-    # Centring within each switch takes the unpenalised own terms out.
+    # Centring within each switch removes the unpenalised own terms.
     blocks = kernel.reshape(count, orders, count, orders)
     blocks = blocks - blocks.mean(axis=1, keepdims=True)
     kernel = (blocks - blocks.mean(axis=3, keepdims=True)).reshape(count * orders, count * orders)
@@ -91,11 +90,11 @@ def minimise_surrogate(
     max_pairs: int,
     time_limit: float,
 ) -> tuple[np.ndarray | None, dict[str, Any]]:
-    """Low switches (M,) of the least surrogate that save at least what is needed, and how far that is certain.
+    """Low switches (M,) that minimise the surrogate with the needed savings, and the certified gap.
 
     Args:
-        surrogate: What to minimise.
-        saved: (J, M) cost that each low switch takes off each budget.
+        surrogate: The surrogate.
+        saved: (J, M) cost that each low switch saves under each budget.
         needed: (J,) least total savings.
         max_pairs: Interactions that enter exactly, the strongest first; each of the others enters with its
             partner's switch replaced by a half.
@@ -125,7 +124,7 @@ def minimise_surrogate(
         )
     ]
     if pairs:
-        # A repelling pair's product is pressed up to z_i + z_j - 1, an attracting one's down to each of the two.
+        # A product with positive coefficient is at least z_i + z_j - 1, with a negative one at most z_i and z_j.
         up, down = np.flatnonzero(strength > 0), np.flatnonzero(strength < 0)
         for rows, sides, low, high in (
             (up, ((first, 1.0), (second, 1.0)), -np.inf, 1.0),
@@ -177,7 +176,7 @@ class _Orders(SearchState):
         self.marginals: list[np.ndarray] = []
 
     def surrogate(self) -> Surrogate:
-        """From all orders walked so far."""
+        """The surrogate of all orders measured so far."""
         count = len(self.switches)
         before = np.zeros((len(self.orders), count, count), dtype=bool)
         for p, order in enumerate(self.orders):
@@ -199,8 +198,8 @@ class _Orders(SearchState):
         choices = self._solve(surrogate)
         self.run.notes.pop("milp_replaced_by", None)
         if choices is None or not self.problem.is_feasible(choices):
-            # No solution in time, or one that is over budget within the solver's tolerance: the Shapley values'
-            # own knapsack, which is exact, and the result says so.
+            # No solution in time, or one that is over budget within the solver's tolerance: the exact knapsack of
+            # the Shapley values, which the result reports.
             self.run.notes["milp_replaced_by"] = "knapsack of the Shapley values"
             only = np.full_like(values, -np.inf)
             groups = np.arange(self.problem.num_groups)
@@ -233,7 +232,7 @@ class _Orders(SearchState):
 
 
 def _two_options(problem: AllocationProblem, pair: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
-    """A feasible low option per group and a dearer high one; the same where a lock or the budget leaves one."""
+    """A feasible low option per group and a dearer high one; the same if a lock or the budget leaves one."""
     ladder = Ladder(problem)
     groups = np.arange(problem.num_groups)
     if pair is None:
@@ -263,10 +262,10 @@ class IMPQ(BudgetedSearch):
     """Two options per group, a quadratic surrogate from progressive quantization, and its MILP.
 
     Args:
-        orders: Random orders to walk; each takes one evaluation per group and batch. They come in reversed pairs.
+        orders: Random orders; each takes one evaluation per group and batch. They come in reversed pairs.
         batches: Batches per order, other ones for each; None: all.
         pair: Indices of the two options; None: the dearest that all groups can afford, and the next dearer.
-        shrinkage: How strongly the interactions are shrunk to zero, in (0, 1]; 1 leaves the Shapley values alone.
+        shrinkage: Strength of shrinking the interactions to zero, in (0, 1]; 1 leaves only the Shapley values.
         max_pairs: Interactions that enter the MILP exactly.
         time_limit: Seconds for the MILP; the remaining gap is in the result's settings.
     """
@@ -290,7 +289,7 @@ class IMPQ(BudgetedSearch):
             raise ValueError(f"time_limit must be positive, got {self.time_limit}.")
 
     def loop(self, run: SearchRun) -> SearchResult:
-        """Walk one order after the other from all high to all low."""
+        """Measure one order after the other from all high to all low."""
         state = run.resume(_Orders(run, self))
         switches = state.switches
 
@@ -302,7 +301,7 @@ class IMPQ(BudgetedSearch):
 
         with run.allowance():
             for step in run.steps(self.orders if switches.size else 0, cost):
-                # Orders come in pairs, one the reverse of the other: every two groups meet in both orders.
+                # Orders come in pairs, one the reverse of the other: every two groups occur in both orders.
                 order = generator(self.seed, step // 2).permutation(len(switches))
                 order = order[::-1].copy() if step % 2 else order
                 some = batches(step)

@@ -1,7 +1,7 @@
 """Penalty, Lagrangian and augmented Lagrangian: RCO's loop with another optimizer of the logits.
 
 All three add a term for the relative violation h(x) = (C(x) - B) / (C_max - C_min) to the loss, in units of the
-first loss that was seen, so that one setting serves objectives of any scale:
+first measured loss, so that one setting fits objectives of any scale:
 
 * penalty: (rho / 2) h^2 with a fixed rho;
 * Lagrangian: lambda h, lambda raised by ``multiplier_lr`` * h after every step (dual ascent);
@@ -9,7 +9,7 @@ first loss that was seen, so that one setting serves objectives of any scale:
   the violation has not shrunk to a quarter over ``patience`` steps.
 
 Their samples are made feasible by the same knapsack, and their candidates are chosen as RCO's are, so that the
-handling of the constraint is the only difference. The defaults are round numbers under which all three settle on
+handling of the constraint is the only difference. The defaults are round numbers under which all three converge on
 the convex problem of the tests; they are not tuned to any model.
 """
 

@@ -1,6 +1,6 @@
-"""Predicted losses that add up over groups, (N, K), and their exact knapsack: what production tools use.
+"""Predicted losses that add up over groups, (N, K), and their exact knapsack, as in production tools.
 
-All methods built on it predict what switching one group costs while the others stay as they are. They differ in
+All methods built on it predict the cost of switching one group while the others stay fixed. They differ in
 the prediction: a table of errors (``output_error``), the gradient (``first_order``), the squared gradient
 (``fisher``), or the loss itself (``one_at_a_time``, ``higgs``).
 """
@@ -40,7 +40,7 @@ class LossTable(SearchState):
 
     @abstractmethod
     def measure(self, batch: int) -> tuple[float, np.ndarray]:
-        """The loss of the base on one batch, and what that batch adds to the table."""
+        """The loss of the base on one batch, and the batch's contribution to the table."""
 
     def predicted(self) -> np.ndarray:
         """(N, K) predicted loss of every option."""
@@ -65,7 +65,7 @@ class GivenTable(LossTable):
         self.total = table
 
     def measure(self, batch: int) -> tuple[float, np.ndarray]:
-        """Never asked for."""
+        """Never called: the table is given."""
         raise AssertionError("the table is given")
 
     def propose(self, candidates: Candidates) -> None:
@@ -80,7 +80,7 @@ class TableSearch(BudgetedSearch):
 
     Args:
         batches: Batches to average over; None: all, or as many as the allowance holds.
-        base: Where the other groups stay: at their dearest options, or at the uniform assignment.
+        base: Options of the other groups: their dearest ones, or the uniform assignment.
     """
 
     spends_uniform: ClassVar[bool] = False

@@ -1,11 +1,11 @@
 """MxMoE: one integer program per layer over the sensitivities of its experts.
 
 Duanmu et al., "MxMoE: Mixed-precision quantization for MoE with accuracy and performance co-design" (2025), as the
-RCO paper runs it: the sensitivity of an option is the L2 norm of what it alone does to the output of its layer,
+RCO paper runs it: the sensitivity of an option is the L2 norm of its effect, alone, on the output of its layer,
 every layer spends the same share of the budget, and the assignment of least total sensitivity is found by an
-integer program (HiGHS). An expert's gate and up projection share a width and its down projection is free where the
-problem's groups say so; attention is left alone. Throughput, the Hadamard transform and quantized activations are
-left out.
+integer program (HiGHS). An expert's gate and up projection share a width and its down projection is free if the
+problem's groups are formed so; attention is left unchanged. Throughput, the Hadamard transform and quantized
+activations are left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def solve_layer(
     budgets: Sequence[int],
     time_limit: float = 60.0,
 ) -> np.ndarray | None:
-    """Options (n,) of least total sensitivity within the budgets, by HiGHS; None where it finds none in time.
+    """Options (n,) of least total sensitivity within the budgets, by HiGHS; None if it finds none in time.
 
     Args:
         sensitivities: (n, K).
@@ -50,7 +50,7 @@ def solve_layer(
     one_each = kron(eye_array(count), np.ones((1, options)), format="csr")
     constraints = [LinearConstraint(one_each, 1, 1)]
     for table, budget in zip(costs, budgets, strict=True):
-        # The cheapest options are paid beforehand, the rest is counted in whole steps: small numbers.
+        # The cost of the cheapest options is subtracted, the rest counted in whole steps, to keep numbers small.
         least = table.min(axis=1, keepdims=True)
         above = table - least
         unit = int(np.gcd.reduce(above, axis=None)) or 1
@@ -71,10 +71,10 @@ def solve_layer(
 
 
 def _solve_layers(shared: AllocationProblem, table: np.ndarray, time_limit: float) -> np.ndarray | None:
-    """One program per budget block; None where one finds nothing in time."""
+    """One program per budget block; None if one finds nothing in time."""
     allowed = shared.allowed
     if shared.block_index is None:
-        # One layer, or further budgets that tie the layers together: one program for all.
+        # One layer, or further budgets that couple the layers: one program for all.
         return solve_layer(table, shared.unit_costs, allowed, shared.unit_budgets, time_limit)
     choices = np.zeros(shared.num_groups, dtype=np.int64)
     for block, budget in enumerate(shared.unit_budgets):
@@ -91,7 +91,7 @@ def _solve_layers(shared: AllocationProblem, table: np.ndarray, time_limit: floa
 class MxMoE(BudgetedSearch):
     """The least total layer-output sensitivity, every layer with the same share of the budget.
 
-    The objective must offer the table ``layer_errors`` (N, K), or the squares ``output_errors`` or
+    The objective must have the table ``layer_errors`` (N, K), or the squares ``output_errors`` or
     ``option_errors``.
 
     Args:
@@ -112,7 +112,7 @@ class MxMoE(BudgetedSearch):
             raise ValueError(f"time_limit must be positive, got {self.time_limit}.")
 
     def loop(self, run: SearchRun) -> SearchResult:
-        """No steps: one program per layer."""
+        """Solve one program per layer, without steps."""
         name, table = self._sensitivities(run)
         run.notes["sensitivities"] = name
         shared = share_budget(run.problem, blocks_of(run.problem, run.evaluator.objective, self.blocks))
@@ -121,14 +121,14 @@ class MxMoE(BudgetedSearch):
             # No solution in time, or one over budget within the solver's tolerance; the result reports it.
             run.notes["ilp_replaced_by"] = "exact knapsack of the same sensitivities"
             choices = knapsack(-table, shared)
-        # What a layer's program leaves of its share stays within the layer.
+        # Budget that a layer's program leaves over stays within the layer.
         held = Candidates(shared, run.evaluator)
         held.add("mxmoe", choices, torch.from_numpy(-table))
         run.resume(FixedAnswer(run, **held.choices))
         return run.choose()
 
     def _sensitivities(self, run: SearchRun) -> tuple[str, np.ndarray]:
-        """Which table, and its entries as norms."""
+        """Name of the table, and its entries as norms."""
         objective = run.evaluator.objective
         for name in ("layer_errors", "output_errors", "option_errors"):
             table = objective.table(name)

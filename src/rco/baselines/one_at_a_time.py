@@ -18,8 +18,8 @@ class SwitchTable(LossTable):
 
     Args:
         run: The search.
-        base: (N,) the assignment that the others stay at.
-        measured: (N, K) which switches are measured; None: all allowed ones.
+        base: (N,) the assignment of the others.
+        measured: (N, K) switches to measure; None: all allowed ones.
     """
 
     def __init__(self, run: SearchRun, base: np.ndarray, measured: np.ndarray | None = None) -> None:
@@ -29,11 +29,11 @@ class SwitchTable(LossTable):
         self.measured[np.arange(len(base)), base] = False  # known: no change
 
     def cost(self, step: int) -> int:
-        """The base and every switch."""
+        """Evaluations of the base and every switch."""
         return 1 + int(self.measured.sum())
 
     def measure(self, batch: int) -> tuple[float, np.ndarray]:
-        """The loss of the base, and what every switch adds to it."""
+        """The loss of the base, and the increase by every switch."""
         (base_loss,) = self.run.losses(self.base, [batch])
         table = np.zeros_like(self.total)
         for group, option in np.argwhere(self.measured).tolist():
@@ -54,5 +54,5 @@ class OneAtATime(TableSearch):
     name: ClassVar[str] = "one-at-a-time"
 
     def table(self, run: SearchRun) -> LossTable:
-        """Every switch."""
+        """The table of every switch."""
         return SwitchTable(run, self.base_choices(run.problem))

@@ -1,4 +1,4 @@
-"""The least total error of the groups' outputs, from a table that the objective has; no forward is needed."""
+"""The least total error of the groups' outputs, from a table of the objective, without a forward pass."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["OutputError"]
 class OutputError(BudgetedSearch):
     """The exact knapsack of the options' errors.
 
-    The objective must offer the table ``output_errors`` or ``option_errors``, (N, K).
+    The objective must have the table ``output_errors`` or ``option_errors``, (N, K).
     """
 
     name: ClassVar[str] = "output-error"
     spends_uniform: ClassVar[bool] = False
 
     def loop(self, run: SearchRun) -> SearchResult:
-        """No steps: the table's knapsack."""
+        """Solve the table's knapsack, without steps."""
         objective = run.evaluator.objective
         for name in ("output_errors", "option_errors"):
             table = objective.table(name)
@@ -33,5 +33,5 @@ class OutputError(BudgetedSearch):
                 return run.choose()
         raise ValueError(
             f"{self.name} needs a table of errors, but the objective ({objective.described}) has neither "
-            "output_errors nor option_errors (N, K); add one, or use one-at-a-time, which measures."
+            "output_errors nor option_errors (N, K); add one, or use one-at-a-time, which measures losses."
         )

@@ -36,17 +36,17 @@ class _Pick(BudgetedSearch):
     def scores(self, run: SearchRun) -> Tensor:
         """The prior; without one every option scores the same, which is logged as a warning."""
         if run.prior is None:
-            logger.warning("%s picks by score but was given none: all options tie.", self.name)
+            logger.warning("%s picks by score but has no prior: all options tie.", self.name)
         return run.scores()
 
     def rule(self, run: SearchRun) -> AllocationProblem:
-        """The problem that is solved: as it is, or with its budget divided over blocks."""
+        """The problem to solve: unchanged, or with its budget divided over blocks."""
         return run.problem
 
     def loop(self, run: SearchRun) -> SearchResult:
-        """No steps: one exact knapsack of the scores."""
+        """Solve one exact knapsack of the scores, without steps."""
         scores, rule = self.scores(run), self.rule(run)
-        # Left-over budget is spent under the rule: a block may not spend another's share.
+        # Leftover budget is spent under the rule: a block may not spend another's share.
         picked = Candidates(rule, run.evaluator)
         picked.add("pick", knapsack(scores, rule), scores)
         run.resume(FixedAnswer(run, **picked.choices))

@@ -1,4 +1,4 @@
-"""The same option everywhere, and the step beyond: two neighbouring options, filled in order or at random."""
+"""The same option for all groups, or a mixture of two neighbouring options, filled in order or at random."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["RandomFill", "Uniform", "UniformFill"]
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(BudgetedSearch):
-    """The dearest option that all groups can afford together; what is left of the budget stays unspent."""
+    """The dearest option that all groups can afford together; leftover budget stays unspent."""
 
     name: ClassVar[str] = "uniform"
     spends_uniform: ClassVar[bool] = False
     starts_from_prior: ClassVar[bool] = False
 
     def loop(self, run: SearchRun) -> SearchResult:
-        """No steps: the uniform assignment is a starting point of every search."""
+        """Return the uniform assignment, a starting point of every search."""
         run.resume(FixedAnswer(run))
         return run.choose()
 
@@ -35,7 +35,7 @@ class UniformFill(BudgetedSearch):
     """Uniform, then each group to its next dearer option, as long as the budget lasts.
 
     Args:
-        fill: The order of the groups: "first" (as they come), "last" (from the end), or "random".
+        fill: The order of the groups: "first" (from the start), "last" (from the end), or "random".
     """
 
     name: ClassVar[str] = "uniform-fill"
@@ -50,7 +50,7 @@ class UniformFill(BudgetedSearch):
             raise ValueError(f'fill must be "first", "last" or "random", got {self.fill!r}.')
 
     def loop(self, run: SearchRun) -> SearchResult:
-        """No steps: the order of the groups decides."""
+        """Fill the groups in their order, without steps."""
         problem = run.problem
         filled = fill_upwards(Ladder(problem), uniform_allocation(problem), self._order(problem))
         run.resume(FixedAnswer(run, filled=filled))

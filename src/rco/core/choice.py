@@ -1,4 +1,4 @@
-"""The choice among candidates on held-back batches, and the best sample of a search as one of them."""
+"""Selection among candidate allocations on held-back batches, and the best sample of a search."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from rco.core.problem import AllocationProblem
 
 __all__ = ["Candidates", "SampleTracker"]
 
-_HORIZON = 32  # samples that the moving average of losses looks back on
+_HORIZON = 32  # samples in the moving average of losses
 
 
 class Candidates:
-    """Allocations to choose from, each spent if the problem is monotone, compared on the selection batches."""
+    """Candidate allocations, compared on the selection batches.
+
+    If the problem is monotone, each candidate first spends its leftover budget.
+    """
 
     def __init__(self, problem: AllocationProblem, evaluator: Evaluator) -> None:
         self.problem, self.evaluator = problem, evaluator
@@ -29,19 +32,19 @@ class Candidates:
         self.losses: dict[str, float] = {}
 
     def add(self, name: str, choices: np.ndarray, values: Tensor) -> None:
-        """Take an allocation; ``values`` say where left-over budget goes first."""
+        """Add an allocation; leftover budget goes to the switches that gain most of ``values``."""
         if self.problem.monotone:
             choices = spend(self.problem, choices, values.numpy())
         self.choices[name] = choices
 
     def add_values(self, name: str, values: Tensor) -> None:
-        """Take the exact knapsack of some values; nothing if its time limit passes before it has an allocation."""
+        """Add the exact knapsack of some values, unless its time limit passes before it has an allocation."""
         found = found_allocation(values.numpy(), self.problem)
         if found is not None:
             self.add(name, found, values)
 
     def add_exactly(self, name: str, values: Tensor) -> None:
-        """Take the exact knapsack of some values as it is, and beside it what it is with its budget spent."""
+        """Add the exact knapsack of some values unchanged, and a second candidate with its budget spent."""
         found = found_allocation(values.numpy(), self.problem)
         if found is None:
             return
@@ -62,11 +65,11 @@ class Candidates:
 
 
 class SampleTracker:
-    """The best sample so far, with the difficulty of the batches it was measured on taken out.
+    """The best sample so far, corrected for the difficulty of the batches it was measured on.
 
-    Samples are measured on different batches, some of which are harder than others. How much harder is learned
-    from the samples themselves: the mean distance of a batch's losses from the moving average of all losses. A
-    batch that was never visited counts as average.
+    Samples are measured on different batches, some harder than others. The difficulty of a batch is estimated
+    from the samples: the mean distance of its losses from the moving average of all losses. A batch that was
+    never visited counts as average.
     """
 
     def __init__(self, num_batches: int) -> None:
@@ -85,8 +88,8 @@ class SampleTracker:
         return float((self._excess[index] / np.maximum(self._visits[index], 1)).mean())
 
     def see(self, choices: np.ndarray, batches: Sequence[int], loss: float) -> None:
-        """Note a sample's loss on its batches."""
-        # Both sides are judged by what is known of their batches now.
+        """Record a sample's loss on its batches."""
+        # Both samples are corrected with the current difficulty estimates.
         best = self._measured - self._difficulty(self._batches) if self._batches else math.inf
         if loss - self._difficulty(batches) < best:
             self.choices, self._batches, self._measured = choices.copy(), list(batches), loss
@@ -99,7 +102,7 @@ class SampleTracker:
         self.loss = min(self.loss, loss)
 
     def state(self) -> dict[str, Any]:
-        """Plain tensors and numbers."""
+        """The state as plain tensors and numbers."""
         return {
             "excess": torch.from_numpy(self._excess.copy()),
             "visits": torch.from_numpy(self._visits.copy()),

@@ -1,6 +1,6 @@
-"""Evaluations of an objective: counted, within an allowance, many at once.
+"""Counted evaluations of an objective within an allowance, many at once.
 
-A search knows a whole step's samples, or a round's candidates, before it needs the first answer. Handing them over
+A search has a whole step's samples, or a round's candidates, before it needs the first loss. Passing them
 together lets an objective spread them over devices, or enqueue them all on one.
 """
 
@@ -21,14 +21,14 @@ __all__ = ["Evaluator", "OutOfAllowance"]
 
 
 class OutOfAllowance(Exception):
-    """The allowance ends within this step; the step is dropped."""
+    """Raised when the allowance ends within a step; the step is dropped."""
 
 
 class Evaluator:
     """Counts forwards and backwards, and refuses evaluations beyond the allowance.
 
-    One evaluation is one batch forwarded; a backward counts as two more, which is what it costs. A part of the
-    allowance may be kept back for the choice among finished candidates, which goes past the limits.
+    One evaluation is one batch forwarded; a backward counts as two more, its cost. A part of the allowance may be
+    kept back for the choice among finished candidates, which ignores the limits.
     """
 
     def __init__(self, objective: Loss) -> None:
@@ -55,7 +55,7 @@ class Evaluator:
 
     @property
     def seconds(self) -> float:
-        """Since the search began, over all its parts."""
+        """Seconds since the search began, over all its parts."""
         return self.seconds_before + time.perf_counter() - self._began
 
     @property
@@ -70,7 +70,7 @@ class Evaluator:
 
     @property
     def in_time(self) -> bool:
-        """Whether the seconds are not used up."""
+        """Whether time is left."""
         return self.seconds < self.max_seconds
 
     def _take(self, evaluations: int) -> None:
@@ -109,7 +109,7 @@ class Evaluator:
     ) -> list[tuple[float, Tensor]]:
         """For each sample's gates: mean loss over its batches and its gradient with respect to the gates.
 
-        Samples may be made one by one as they are taken; a device then works on one while the next is made.
+        Samples may come from a generator; a device then works on one while the next is made.
         """
         count = sum(len(some) for some in batches)
         self._take(3 * count)
@@ -131,8 +131,8 @@ class Evaluator:
         """Mean loss over some batches and its gradient with respect to the gates."""
         return self.losses_and_gradients([gates.detach()], [batches])[0]
 
-    def bend(self, choices: Tensor) -> Tensor | None:
-        """(N, K) second-order cost of switching each group away from ``choices``, if the objective knows it."""
+    def switch_curvature(self, choices: Tensor) -> Tensor | None:
+        """(N, K) second-order cost of switching each group away from ``choices``; None if unknown."""
         if self.curvature is None:
             return None
         return self.curvature[torch.arange(len(choices)), choices]
@@ -155,7 +155,7 @@ class Evaluator:
 def _finite(losses: np.ndarray) -> np.ndarray:
     if not np.isfinite(losses).all():
         raise FloatingPointError(
-            f"The objective returned {losses[~np.isfinite(losses)][0]}; check the model and the data, or its "
-            "arithmetic type."
+            f"The objective returned {losses[~np.isfinite(losses)][0]}, but losses must be finite; check the "
+            "model, the data and the arithmetic type."
         )
     return losses

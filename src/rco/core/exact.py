@@ -1,8 +1,8 @@
-"""Numbers as people write them, turned into exact rationals: the one place where that happens.
+"""Conversion of numbers to exact rationals: the only place where that happens.
 
 A budget can only be met exactly if the costs are exact. Integers, Fractions, Decimals and strings
 ("2.5", "7/3") already are. A float is read as the shortest decimal that prints it in its own precision: 2.1
-means 21/10, in float64 and in float32, whatever the other numbers beside it are. 1/3 as a float is
+means 21/10, in float64 and in float32, whatever the other numbers of its array are. 1/3 as a float is
 0.3333333333333333; write "1/3" where the fraction is meant.
 """
 
@@ -59,22 +59,22 @@ class ExactArray:
 
 
 def plain(value: Fraction) -> int | Fraction:
-    """An int where the fraction is whole."""
+    """The fraction as an int if it is whole, else unchanged."""
     return value.numerator if value.denominator == 1 else value
 
 
 def json_number(value: Fraction) -> int | str:
-    """An int, or a "p/q" string."""
+    """The fraction as an int if it is whole, else as a "p/q" string."""
     return value.numerator if value.denominator == 1 else str(value)
 
 
 def show(value: Fraction) -> str:
-    """For messages."""
+    """The number as text for messages."""
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
 
 
 def integer_array(values: np.ndarray) -> np.ndarray:
-    """Python integers as int64 if every one of them fits with room to add, unchanged otherwise."""
+    """Python integers as int64 if all of them fit with headroom for sums, else unchanged."""
     if values.dtype != object:
         return values.astype(np.int64)
     if values.size == 0 or max(abs(int(v)) for v in values.flat) < _INT64_SAFE:

@@ -14,7 +14,7 @@ from rco.core.problem import AllocationProblem
 
 __all__ = ["ExpectedCost", "LocalCost", "expected_cost"]
 
-# Sums of float64 terms cannot be resolved below this share of their size, whatever tolerance is asked for.
+# Sums of float64 terms cannot be resolved below this share of their size, whatever the requested tolerance.
 _RESOLUTION = 2.0**-48
 
 
@@ -38,21 +38,21 @@ class LocalCost(NamedTuple):
 class ExpectedCost:
     """``C(x) = sum_i w_i <softmax(x_i), c_i>`` for q joint budgets or J separable blocks.
 
-    Costs are counted from each group's cheapest option, which the softmax does not notice, and in units of their
-    budget's range. All geometry is therefore the same, bit for bit, whatever unit or offset the problem has.
+    Costs are counted from each group's cheapest option, which leaves the softmax unchanged, and in units of their
+    budget's range. The geometry is therefore bit for bit independent of the problem's unit and offset.
     Directions, along which a retraction shifts logits, are the unweighted costs, divided by the widest spread under
     their budget so that shifts of size 1 are the natural scale.
 
     Args:
-        problem: Where costs, weights, budgets and blocks come from.
+        problem: Costs, weights, budgets and blocks.
         tol: Accepted ``|C - B|`` relative to what the budget allows above the cheapest assignment.
 
     Attributes:
         costs: (q, N, K) weighted costs above each group's cheapest option.
         directions: (q, N, K) normalised directions of the retraction.
         weights: (N,) as shares of the largest weight.
-        scale: (J,) what directions were divided by, in the problem's units.
-        slope: (J,) what a share of the range is in units of direction times weight.
+        scale: (J,) divisors of the directions, in the problem's units.
+        slope: (J,) a share of the range in units of direction times weight.
         base: (J,) cost of the cheapest assignment in the problem's units.
         unit: (J,) width of the range in the problem's units; 1 where it is empty.
         target: (J,) budgets as shares of their range.
@@ -62,7 +62,7 @@ class ExpectedCost:
         forbidden: (N, K) booleans, or None where everything is allowed.
         separable: Whether no group counts under two budgets.
         order: (N,) groups, block by block.
-        offsets: (J + 1,) where each block begins in ``order``.
+        offsets: (J + 1,) start of each block in ``order``.
     """
 
     def __init__(self, problem: AllocationProblem, tol: float) -> None:
@@ -95,11 +95,11 @@ class ExpectedCost:
 
     @property
     def num_budgets(self) -> int:
-        """How many budgets there are, joint ones or blocks."""
+        """Number of budgets, joint ones or blocks."""
         return len(self.target)
 
     def name(self, j: int) -> str:
-        """What a message calls budget j."""
+        """Name of budget j for messages."""
         if self.problem.block_ids is not None:
             return f"The budget of block {self.problem.block_ids[j]!r}"
         return "The budget" if self.num_budgets == 1 else f"Joint budget {j}"
@@ -120,14 +120,14 @@ class ExpectedCost:
         return self.base + self.unit * self.total((probabilities * self.costs).sum(dim=-1))
 
     def local(self, masked: Tensor) -> LocalCost:
-        """Expected cost and normal at a point, kept for the next call: a step asks for them twice or more."""
+        """Expected cost and normal at a point, cached, since a step needs them twice or more."""
         if self._known is None or not torch.equal(self._known[0], masked):
             self.remember(masked, self.evaluate(masked))
         assert self._known is not None
         return self._known[1]
 
     def evaluate(self, masked: Tensor) -> LocalCost:
-        """As :meth:`local`, always computed."""
+        """As :meth:`local`, without the cache."""
         if self.separable:
             normal = torch.empty_like(masked)
             costs = self.costs[0].numpy()
@@ -138,7 +138,7 @@ class ExpectedCost:
         return LocalCost(probabilities * (self.costs - expected), self.total(expected.squeeze(-1)))
 
     def remember(self, masked: Tensor, local: LocalCost) -> None:
-        """Keep what was computed at a point."""
+        """Cache the values computed at a point."""
         self._known = (masked.clone(), local)
 
     def shifted(self, base: Tensor, shift: np.ndarray) -> Tensor:
@@ -152,7 +152,7 @@ class ExpectedCost:
         """Gradients (q, N, K) of the expected cost in the problem's units."""
         return normal * (self.unit[:, None, None] if self.blocks is None else self.unit[self.blocks, None])
 
-    def room(self, local: LocalCost) -> Tensor:
+    def unspent_share(self, local: LocalCost) -> Tensor:
         """``B - C`` (J,) as a share of the range, zero where the budget is met to tolerance."""
         room = torch.from_numpy(self.target) - local.expected
         return torch.where(room > torch.from_numpy(self.tolerance), room, 0.0)

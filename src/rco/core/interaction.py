@@ -1,11 +1,11 @@
-"""What every option costs beside the others' errors: curvature, corrected by what a search has seen.
+"""Loss of every option in the presence of the other groups' errors: curvature plus an interaction term.
 
-To second order the loss of an assignment is |sum of the groups' errors|^2 / 2. The curvature knows each group's own
-term; what it cannot know is how a group's error meets those of all others at the assignments that matter. The
-gradients of a search do: at a sample, the slope from the chosen option to the best one is twice the own term plus
-the meeting term. The latter grows with the error, which is the root of the own term, so that one factor per group
-says it all; averaged over the samples of a search and shrunk towards the mean of the groups by as much as its
-scatter is noise, it is known well.
+To second order the loss of an assignment is |sum of the groups' errors|^2 / 2. The curvature gives each group's own
+term, but not the interaction of its error with those of all others at the assignments that matter. The gradients
+of a search give both: at a sample, the slope from the chosen option to the best one is twice the own term plus the
+interaction term. The interaction is proportional to the error, the root of the own term, so one factor per group
+determines it. The factor is averaged over the samples of a search and shrunk towards the mean of the groups
+according to its noise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["InteractionLosses"]
 
 
 class InteractionLosses:
-    """Collects slopes at samples; says what each option costs.
+    """Estimates the loss of each option from slopes at samples.
 
     Args:
         problem: Monotone, so that the costliest option of a group is its best.
@@ -35,7 +35,7 @@ class InteractionLosses:
         self._seen = torch.zeros(3, problem.num_groups, dtype=self._own.dtype)
 
     def see(self, choices: Tensor, gradient: Tensor) -> None:
-        """Note the gradient (N, K) with respect to the gates at a sample's choices (N,)."""
+        """Record the gradient (N, K) with respect to the gates at a sample's choices (N,)."""
         rows = self._rows
         slope = gradient[rows, choices] - gradient[rows, self._best]
         own = self._own[rows, choices]
@@ -45,7 +45,7 @@ class InteractionLosses:
 
     @property
     def factors(self) -> Tensor:
-        """(N,) what a group's error, the root of its own term, meets in the others."""
+        """(N,) interaction factor of each group: its interaction term over the root of its own term."""
         count, total, squares = self._seen
         known = count > 0
         if not known.any():
@@ -69,7 +69,7 @@ class InteractionLosses:
         return self._own + self.factors[:, None] * self._own.sqrt()
 
     def state(self) -> Tensor:
-        """What was seen."""
+        """Sample counts, and sums of the factors and squared factors."""
         return self._seen.clone()
 
     def load(self, state: Tensor) -> None:

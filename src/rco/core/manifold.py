@@ -39,8 +39,8 @@ class BudgetManifold:
             that neither the unit of cost nor an offset matters.
 
     Attributes:
-        softmax_evaluations: How many softmax evaluations all retractions so far have taken.
-        retractions: How many retractions that were.
+        softmax_evaluations: Softmax evaluations of all retractions so far.
+        retractions: Retractions so far.
         last_iterations: Softmax evaluations of the latest retraction.
         iterations_per_budget: The same for each budget (J,); blocks are solved independently.
 
@@ -80,7 +80,7 @@ class BudgetManifold:
         cost = self._cost
         for j in range(cost.num_budgets):
             if cost.span[j] == 0 or (cost.target[j] >= cost.span[j] and self._inequality):
-                continue  # an inequality that decides nothing
+                continue  # an inequality that never binds
             if cost.target[j] == 0:
                 end, option = "lowest", "cheapest"
             elif cost.target[j] == cost.span[j]:
@@ -129,7 +129,7 @@ class BudgetManifold:
         return self._per_budget(self._slack(self._cost.local(self._logits(x))))
 
     def _slack(self, local: LocalCost) -> Tensor:
-        return (self._cost.unit * self._cost.room(local)).sqrt()
+        return (self._cost.unit * self._cost.unspent_share(local)).sqrt()
 
     def check_point(self, x: Tensor) -> tuple[bool, str | None]:
         """Whether ``x`` lies on the manifold; if not, why."""
@@ -184,8 +184,8 @@ class BudgetManifold:
             v: The vector, (N, K).
             slack_component: The vector's component along the slack, shaped as :meth:`slack`. Given, the projected
                 pair is returned; not given, it is taken as zero and the (N, K) part is returned.
-            one_sided: Under ``"<="``, project ``-v`` onto the directions that the feasible set allows: what would
-                raise a cost that is at its budget is removed, all else stays. Without effect under ``"=="``. The
+            one_sided: Under ``"<="``, project ``-v`` onto the directions that the feasible set allows: only the
+                part that would raise a cost already at its budget is removed. Without effect under ``"=="``. The
                 printed projection (False) removes a part of every rise and fall of a cost, the more the larger the
                 unit in which costs are counted, so that a search can stick to a budget or drift below it.
         """
@@ -231,9 +231,9 @@ class BudgetManifold:
         return projected, moved
 
     def _hold(self, local: LocalCost, v: Tensor) -> tuple[Tensor, Tensor]:
-        """``v`` without what raises costs at their budget when ``-v`` is followed; and those budgets (J,)."""
+        """``v`` without the part by which ``-v`` raises costs at their budget; and those budgets (J,)."""
         cost = self._cost
-        binding = cost.room(local) == 0
+        binding = cost.unspent_share(local) == 0
         held = torch.zeros_like(binding)
         if not bool(binding.any()):
             return v.clone(), held
@@ -251,8 +251,8 @@ class BudgetManifold:
         """The one-sided projection of :meth:`project` under ``"<="``, and the budgets (J,) that it held.
 
         A held budget is at its limit and would be exceeded if ``-v`` were followed. Meeting it exactly in the
-        retraction after the step (``retract(x, held)``) keeps a walk along it from leaving and returning at every
-        other step.
+        retraction after the step (``retract(x, held)``) keeps an iterate that moves along it from leaving and
+        returning at every other step.
         """
         local = self._cost.local(self._logits(x))
         return self._hold(local, self._vector(v))
@@ -281,14 +281,14 @@ class BudgetManifold:
         """The step nearest to ``step``, in the metric ``1 / scale``, that keeps every budget to first order.
 
         Adam divides each coordinate by its own size, which turns a tangent direction off the tangent plane; the
-        retraction then makes up for it by shifting all logits, decided groups among them. Taking the normal out in
-        the metric that Adam itself uses leaves the retraction only the curvature to correct. Under ``"<="`` only
-        what would raise a cost that is at its budget is taken out.
+        retraction then compensates by shifting all logits, including those of decided groups. Removing the normal
+        in Adam's own metric leaves only the curvature for the retraction to correct. Under ``"<="`` only the part
+        that would raise a cost already at its budget is removed.
 
         Args:
-            x: Where the step starts, (N, K).
+            x: Start of the step, (N, K).
             step: The step, (N, K).
-            scale: Positive, (N, K): what each coordinate of the gradient was multiplied by.
+            scale: Positive, (N, K): the factor of each coordinate of the gradient.
         """
         root = scale.sqrt()  # in coordinates divided by it the metric is the plain one
         local = self._cost.local(self._logits(x))
@@ -300,14 +300,14 @@ class BudgetManifold:
         return -root * self._without_normals(stretched.normal, against, none, none)[0]
 
     def retract(self, x: Tensor, held: Tensor | None = None) -> Tensor:
-        """Shift ``x`` along the costs onto the manifold; a point already there comes back unchanged.
+        """Shift ``x`` along the costs onto the manifold; a point already there is returned unchanged.
 
-        Under ``"<="`` only budgets that are exceeded shift anything, and those that are ``held`` (J,), which are
-        met exactly; see :meth:`hold`.
+        Under ``"<="`` only exceeded budgets and ``held`` ones (J,) cause a shift; held budgets are met exactly, see
+        :meth:`hold`.
 
         Raises:
             ValueError: ``x`` holds NaN or infinity at an allowed option. (Minus infinity, a probability of zero, is
-                let through where the budget can be met all the same.)
+                accepted if the budget can still be met.)
             InfeasibleBudgetError: A budget could not be met; the message names it.
         """
         cost = self._cost
@@ -339,8 +339,8 @@ class BudgetManifold:
                 return solve(base)
             except NoConvergenceError as stop:
                 self._check_finite(base)
-                # Large logits lie too coarsely around the root. With each row's maximum moved to zero (the softmax
-                # does not notice) the options that compete are resolved finely.
+                # Large logits are spaced too coarsely around the root. Moving each row's maximum to zero, which
+                # leaves the softmax unchanged, resolves the competing options finely.
                 moved = self._cost.shifted(base, stop.best)
                 base = moved - moved.amax(dim=-1, keepdim=True)
         raise self._unreached(base)
@@ -359,8 +359,8 @@ class BudgetManifold:
         j = int(np.argmax(excess / cost.tolerance))
         return InfeasibleBudgetError(
             f"{cost.name(j)} ({float(self.problem.budgets[j]):.12g}) could not be reached: C - B stays at "
-            f"{residual[j] * cost.unit[j]:.3e} where {cost.tolerance[j] * cost.unit[j]:.3e} is allowed. Budgets "
-            "that hold together only when some group takes one option for certain are met by no finite logits; "
+            f"{residual[j] * cost.unit[j]:.3e} where {cost.tolerance[j] * cost.unit[j]:.3e} is allowed. Finite "
+            "logits cannot meet budgets that hold together only if some group takes one option with probability 1; "
             "loosen that budget."
         )
 
@@ -373,7 +373,7 @@ def _unit_rows(rows: Tensor) -> Tensor:
 
 
 def _onto_cone(rows: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The vector nearest to ``v`` whose inner product with no row is negative; and the rows (booleans) it leans on.
+    """The vector nearest to ``v`` with no negative inner product with any row; and the active rows (booleans).
 
     By Moreau's decomposition it is ``v`` plus the non-negative combination of rows nearest to ``-v``: non-negative
     least squares, for which bounded-variable least squares is the more dependable of scipy's two solvers.

@@ -3,7 +3,7 @@
 In numpy a step takes 2.1 to 2.5 times as long (``benchmarks/results/manifold_step.json``).
 
 Blocks share no group, so each is a scalar problem over its own rows; ``order`` lists the groups block by block and
-``offsets`` (J + 1,) says where each block begins. Arrays are C-contiguous float64.
+``offsets`` (J + 1,) holds the start of each block. Arrays are C-contiguous float64.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def local_cost(
     """Expected cost of every block (J,); writes ``p_ik (c_ik - E_i[c])`` to ``normal``."""
     expected = np.zeros(len(offsets) - 1)
     for j in range(len(expected)):
-        total, lost = 0.0, 0.0  # compensated: thousands of groups must not cost the last digits
+        total, lost = 0.0, 0.0  # compensated sum: exact to the last digits for thousands of groups
         for index in range(offsets[j], offsets[j + 1]):
             i = order[index]
             top = _likeliest(x[i])
@@ -123,7 +123,7 @@ def retract_rows(
     Newton steps are taken inside a bracket only: far from the root the cost is a staircase with flat parts where
     the derivative underflows. With ``bisect`` the bracket ``-half_width .. half_width`` is halved as in the paper
     (and widened should the root lie outside). With ``below_target[j]`` a block at or below its target stays, and
-    its target is lowered to what it costs, so that a further call lets it stay as well.
+    its target is lowered to its cost, so that a further call leaves it unchanged as well.
 
     Adds each block's evaluations to ``used``. Where a bracket shrinks to neighbouring floats first, ``moved`` and
     ``shift`` hold the last attempt.
@@ -161,7 +161,7 @@ def retract_rows(
                     low, high = low - (0.0 if below else reach), high + (0.0 if above else reach)
                     following = low + 0.5 * (high - low)
             else:
-                if not enclosed:  # the open end lies a growing way off; a step goes no further than that
+                if not enclosed:  # the open end moves out by a growing distance, which limits the step
                     low, high = (low, t + reach) if below else (t - reach, high)
                     reach *= _GROWTH
                 following = _log_odds_step(t, residual, slope, target[j], span[j])

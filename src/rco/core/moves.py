@@ -1,4 +1,4 @@
-"""Moves between allocations: what switching a group costs, which switches fit, and starting points made of them."""
+"""Moves between allocations: cost and feasibility of switches, and starting points built from them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fitting_switches(problem: AllocationProblem, choices: np.ndarray) -> np.ndar
 def spend(problem: AllocationProblem, choices: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Switch groups to costlier options, best value first, until nothing more is affordable.
 
-    Only right where costlier options are never worse. Among the affordable switches the one that gains most
+    Valid only where costlier options are never worse. Among the affordable switches the one that gains most
     value is taken; with joint budgets, costlier means no cheaper under any and costlier under one.
     """
     choices = choices.copy()
@@ -71,7 +71,7 @@ def layer_order(problem: AllocationProblem) -> np.ndarray:
 
 
 def uniform_allocation(problem: AllocationProblem) -> np.ndarray:
-    """The same option for every group where the budget and the locks let it, the dearest such option.
+    """One option for every group: the dearest that the budget allows.
 
     Groups that may not use it take their dearest allowed option that costs no more. If no single option fits,
     every group takes its cheapest.
@@ -130,7 +130,7 @@ class Ladder:
         return np.asarray((self.rung == wanted[:, None]).argmax(axis=1), dtype=np.int64)
 
     def start(self, rung: str, scores: np.ndarray) -> np.ndarray:
-        """As :meth:`at`, with as few groups elsewhere as the minimum counts ask for, those of the best scores.
+        """As :meth:`at`, with as few groups elsewhere as the minimum counts require, those of the best scores.
 
         Where that is over budget, the cheapest allocation that keeps the minimum counts.
         """
@@ -161,7 +161,7 @@ class Ladder:
         return np.asarray((change[0] < 0) & over[self.problem.block_index][:, None], dtype=bool)
 
     def require_order(self, method: str) -> None:
-        """An error if joint budgets order a group's options differently, so that "dearer" has no meaning."""
+        """Raise an error if joint budgets order a group's options differently, so that "dearer" has no meaning."""
         costs = self.problem.unit_costs
         for group in range(self.problem.num_groups if len(costs) > 1 else 0):
             ok = self.problem.allowed[group]
@@ -188,7 +188,7 @@ def fill_upwards(ladder: Ladder, choices: np.ndarray, order: np.ndarray) -> np.n
     choices = choices.copy()
     above = ladder.neighbours(choices, 1)
     target = above.argmax(axis=1)
-    # A group is raised once, so that what each step costs is known beforehand.
+    # A group is raised once, so the cost of each step is known in advance.
     change = cost_changes(problem, choices)[:, np.arange(len(choices)), target]
     room = unspent(problem, choices)
     blocks = problem.block_index

@@ -1,4 +1,4 @@
-"""A loss over whole assignments: all that a searcher sees of a model."""
+"""Losses over whole assignments: the interface between searchers and models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def one_hot(choices: np.ndarray, num_options: int) -> Tensor:
 
 
 class Loss(Protocol):
-    """The least that a searcher needs: the type of an object that is not derived from :class:`Objective`."""
+    """Minimal interface of a loss, for objects that are not derived from :class:`Objective`."""
 
     num_batches: int
 
@@ -46,7 +46,7 @@ class Objective:
     Searchers also accept any object with ``num_batches`` and ``loss``, see :func:`as_objective`.
 
     Attributes:
-        num_batches: Batches that :meth:`loss` may be asked for.
+        num_batches: Number of batches of :meth:`loss`.
         selection: The objective on batches that are held back for choosing among finished candidates; None: the
             choice uses this objective.
         curvature: (N, K, K) second-order cost of moving group i from option a to option b, all else unchanged; zero
@@ -71,8 +71,8 @@ class Objective:
     def enqueue(self, gates: Tensor, batch: int) -> Callable[[], Answer]:
         """Begin the loss and its gradient with respect to the gates; the returned function waits for them.
 
-        On a device that computes while the host goes on, a step's samples follow each other without a pause if all
-        of them are enqueued before the first answer is asked for. The default computes at once.
+        On a device that computes asynchronously, a step's samples run without a pause in between if all of them are
+        enqueued before the first result is read. The default computes at once.
         """
         leaf = gates.detach().requires_grad_()
         loss = self.loss(leaf, batch)
@@ -84,7 +84,7 @@ class Objective:
     def losses(self, requests: Sequence[Request]) -> list[float]:
         """The loss of every request, without gradient.
 
-        An answer must depend neither on the other requests nor on where it is computed: a search then gives the
+        A loss must depend neither on the other requests nor on where it is computed: a search then gives the
         same result on one device and on many. The same holds for :meth:`losses_and_gradients`.
         """
         # All requests are launched before the first result is read, which waits for the device.
@@ -94,12 +94,12 @@ class Objective:
     def losses_and_gradients(self, requests: Iterable[Request]) -> list[Answer]:
         """The loss of every request and its gradient with respect to the gates.
 
-        Requests are taken one at a time: a device works on one while the next is made.
+        Requests are consumed one at a time: a device works on one while the next is made.
         """
         answers = [self.enqueue(gates, batch) for gates, batch in requests]
         return [answer() for answer in answers]
 
-    # ------------------------------------------------------------- what baselines may read
+    # ------------------------------------------------------------- optional inputs of baselines
 
     def table(self, name: str) -> Tensor | None:
         """A table (N, K) of that name, or None. The default returns the attribute of that name.

@@ -33,12 +33,13 @@ class RiemannianOptimizer(torch.optim.Optimizer):
     learning-rate schedulers and checkpoints work on this object. Under ``sense="<="`` the momentum's component
     along the slack is kept beside it in the state.
 
-    Parameters start wherever they are; retract them first if the first gradient should be taken on the manifold.
+    The first step starts at the parameters as given; retract them before if its gradient should be taken on the
+    manifold.
 
     Args:
         optimizer: The torch optimizer, with (N, K) float64 CPU parameters.
-        manifold: Where they live. A param group may carry its own under the key ``"manifold"``; a group whose
-            manifold is None is optimized without constraint.
+        manifold: Manifold of the parameters. A param group may carry its own under the key ``"manifold"``; a
+            group whose manifold is None is optimized without constraint.
         one_sided: Under ``sense="<="``, whether a gradient or momentum that lowers a cost is left as it is. The
             printed algorithm (False) projects it as well and can stick to the budget; see
             :meth:`BudgetManifold.project`.
@@ -66,7 +67,7 @@ class RiemannianOptimizer(torch.optim.Optimizer):
         self._link()
 
     def _link(self) -> None:
-        """Make groups and state one and the same for this object and the wrapped optimizer."""
+        """Share groups and state between this object and the wrapped optimizer."""
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
 
@@ -104,7 +105,7 @@ class RiemannianOptimizer(torch.optim.Optimizer):
             self._inner.step()
         finally:
             for (parameter, _), gradient in zip(constrained, gradients, strict=True):
-                parameter.grad = gradient  # the caller's gradient is not ours to change
+                parameter.grad = gradient  # restore the caller's gradient
         for (parameter, group), (along, held), start in zip(constrained, projected, before, strict=True):
             if start is not None:
                 self._straighten_step(parameter, group, start)
@@ -134,7 +135,7 @@ class RiemannianOptimizer(torch.optim.Optimizer):
         return along, held
 
     def _straighten_step(self, parameter: Tensor, group: dict[str, Any], start: Tensor) -> None:
-        """Take the normal out of the step just made, in the metric of Adam's second moment."""
+        """Remove the normal from the step just made, in the metric of Adam's second moment."""
         manifold: BudgetManifold = group["manifold"]
         second = self.state[parameter].get("exp_avg_sq")
         if second is None:
@@ -166,7 +167,7 @@ class RiemannianOptimizer(torch.optim.Optimizer):
         return described
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Read what :meth:`state_dict` gave; the manifolds of this object's groups stay."""
+        """Load the output of :meth:`state_dict`; the manifolds of this object's groups stay."""
         manifolds = [group["manifold"] for group in self.param_groups]
         self._inner.load_state_dict(state_dict)
         self._link()
@@ -174,7 +175,7 @@ class RiemannianOptimizer(torch.optim.Optimizer):
             group["manifold"] = manifold
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copying and pickling keep: torch's base class knows only of groups and state."""
+        """State for copying and pickling; torch's base class covers only groups and state."""
         names = ("_inner", "_manifold", "_one_sided", "_straighten")
         kept = {name: self.__dict__[name] for name in names}
         return {**super().__getstate__(), **kept}
@@ -195,7 +196,7 @@ class RiemannianAdam(RiemannianOptimizer):
 
     Args:
         params: (N, K) float64 CPU tensors, or param groups, each of which may carry its own ``"manifold"``.
-        manifold: Where they live.
+        manifold: Manifold of the parameters.
         lr: Learning rate.
         betas: Decay rates of the two moments.
         eps: Added to the denominator.
@@ -218,7 +219,7 @@ class RiemannianAdam(RiemannianOptimizer):
 
 
 class LogitOptimizer(Protocol):
-    """Moves the logits of a gradient search; how it treats the budget is what tells the methods apart."""
+    """Optimizer of the logits of a gradient search; methods differ in how it treats the budget."""
 
     logits: Tensor  # (N, K) float64, requires grad
 
@@ -264,7 +265,7 @@ class ManifoldOptimizer:
 
 
 def _retracted(manifold: BudgetManifold, x: Tensor, held: Tensor | None) -> Tensor:
-    """``x`` on the manifold, with held budgets met exactly where that is possible at all."""
+    """``x`` on the manifold, with held budgets met exactly if that is possible."""
     if held is not None and bool(held.any()):
         with contextlib.suppress(InfeasibleBudgetError):
             return manifold.retract(x, held)
@@ -295,7 +296,7 @@ def _check_parameter(parameter: Tensor, manifold: BudgetManifold) -> None:
 def _with_interior(problem: AllocationProblem) -> AllocationProblem:
     """An equivalent problem whose manifold has points, where a budget sits at an end of its range.
 
-    At its lowest total a budget leaves the cheapest options alone; at its highest it forbids nothing. Both are
+    At its lowest total a budget admits only the cheapest options; at its highest it forbids nothing. Both are
     only reached at infinite logits under "==", and hold trivially under "<=".
     """
     if problem.sense == "<=":
@@ -307,7 +308,7 @@ def _with_interior(problem: AllocationProblem) -> AllocationProblem:
 
 
 def _cheapest_only(problem: AllocationProblem) -> AllocationProblem:
-    """Forbid what a budget at its lowest total forbids anyway."""
+    """Forbid the options that a budget at its lowest total excludes."""
     low, _ = problem.unit_range
     allowed = problem.allowed.copy()
     for j, (lowest, budget) in enumerate(zip(low, problem.unit_budgets, strict=True)):

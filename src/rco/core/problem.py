@@ -1,4 +1,4 @@
-"""The assignment problem itself: N groups, K options, exact costs, and the budgets that bind them.
+"""The assignment problem: N groups, K options, exact costs, and budgets.
 
 Total cost is ``sum_i w_i c_{i, k_i}`` (paper, Eq. 1). Everything that decides feasibility is integer arithmetic:
 costs and budgets become integers in units of ``1 / denominator`` here, once, and stay so.
@@ -97,7 +97,7 @@ class Allocation(Sequence[int]):
 
 @dataclass(frozen=True)
 class ReducedCosts:
-    """The knapsack with what every assignment pays taken out: minima subtracted, divided by the gcd.
+    """Knapsack costs without the part that every assignment pays: minima subtracted, divided by the gcd.
 
     ``costs`` is (J, N, K) int64, or Python ints in an object array when they are too large for that; forbidden
     options cost 0 there and must be masked. ``capacity`` holds one integer per budget.
@@ -120,14 +120,14 @@ class AllocationProblem:
         blocks: (N,) block ids: each block of groups has a budget of its own.
         allowed: (N, K) booleans: locks (one allowed option) and forbidden options. Costs of forbidden options
             are ignored.
-        groups: N labels for people.
-        options: K labels for people.
+        groups: N labels for display.
+        options: K labels for display.
         min_counts: At least so many groups of a block take one of certain options, apart from the budgets' blocks:
             a mapping with ``blocks`` (N block indices from 0), ``counts`` (one per block) and ``options`` (the
             option indices that count); see :class:`rco.core.min_counts.MinCounts`. Every discrete allocation
             keeps them; the continuous iterate of a search need not.
         monotone: Declares that within a group a costlier option is never worse (true of bit widths and of kept
-            experts), so that a search may spend what its solution leaves of the budget.
+            experts), so that a search may spend leftover budget.
 
     Numbers may be integers, Fractions, Decimals, strings such as "2.5" or "7/3", or floats; see
     :mod:`rco.core.exact` for how floats are read.
@@ -201,7 +201,7 @@ class AllocationProblem:
 
     @property
     def num_budgets(self) -> int:
-        """How many budgets bind: q joint ones, or one per block."""
+        """Number of budgets: q joint ones, or one per block."""
         return self.num_joint if self.block_ids is None else len(self.block_ids)
 
     def _set_budgets(self, budget: Any) -> None:
@@ -395,7 +395,7 @@ class AllocationProblem:
 
     @cached_property
     def reduced(self) -> ReducedCosts:
-        """What a knapsack solver needs, in the smallest integers that say it."""
+        """Costs and capacities of the knapsack in the smallest equivalent integers."""
         if self.unit_costs.dtype == object:
             costs = self.unit_costs - self.unit_costs.min(axis=2, keepdims=True)
         else:
@@ -478,7 +478,7 @@ class AllocationProblem:
 
     @classmethod
     def from_json(cls, text: str) -> AllocationProblem:
-        """Read what :meth:`to_json` wrote."""
+        """Read the output of :meth:`to_json`."""
         try:
             described = json.loads(text)
         except json.JSONDecodeError as error:
@@ -530,7 +530,7 @@ def _costs_with_holes(option_costs: Any, allowed: Any) -> ExactArray:
 def _count_groups(
     costs: ExactArray, weights: Any, blocks: Any, allowed: Any, groups: Sequence[str] | None, budget: Any
 ) -> int:
-    """N, from whichever argument carries it."""
+    """N, from the first argument that determines it."""
     if costs.numerators.ndim >= 2:
         return int(costs.numerators.shape[-2])
     for name, value in (("weights", weights), ("blocks", blocks), ("allowed", allowed), ("groups", groups)):
@@ -634,7 +634,7 @@ def _check_budgets(problem: AllocationProblem) -> None:
             raise ValueError(
                 f"Under {_budget_name(problem, j)} every assignment costs the same ({show(lowest)}): all options "
                 "of each group cost the same, so the expected cost is constant, its gradient vanishes and "
-                'C = B is no surface to walk on. Give options of different cost, or use sense="<=" if the '
+                'C = B is not a surface. Give options of different cost, or use sense="<=" if the '
                 "budget is not meant to decide anything."
             )
         if problem.sense == "==" and budget > highest:
@@ -653,7 +653,7 @@ def _budget_name(problem: AllocationProblem, j: int) -> str:
 
 
 def _check_joint(problem: AllocationProblem) -> None:
-    """Whether the joint budgets can be met together, by the linear relaxation."""
+    """Check by the linear relaxation that the joint budgets can be met together."""
     from scipy.optimize import linprog
     from scipy.sparse import csr_matrix, vstack
 
@@ -663,7 +663,7 @@ def _check_joint(problem: AllocationProblem) -> None:
     matrix = problem.num_groups * problem.relative_costs.reshape(problem.num_joint, -1)[:, cells]
     choose_one = csr_matrix((np.ones(len(cells)), (rows, np.arange(len(cells)))))
     totals, targets = csr_matrix(matrix), problem.num_groups * problem.relative_budgets
-    # Under "==" the continuous iterate must be able to stand on every budget at once.
+    # Under "==" the continuous iterate must be able to meet every budget at once.
     exact = problem.sense == "=="
     result = linprog(
         np.zeros(len(cells)),
@@ -673,7 +673,7 @@ def _check_joint(problem: AllocationProblem) -> None:
         b_eq=np.concatenate([np.ones(problem.num_groups), targets if exact else []]),
         bounds=(0, None),
         method="highs",
-        # Any limit at all: without one this HiGHS takes minutes, with one a second.
+        # Any time limit: without one HiGHS takes minutes here, with one a second.
         options={"time_limit": 300.0},
     )
     if result.status == 2:

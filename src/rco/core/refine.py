@@ -1,4 +1,4 @@
-"""Refinement of an allocation by moves that lower the loss on the selection batches; never for the worse."""
+"""Refinement of an allocation by moves that lower the loss on the selection batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rco.core.result import StepRecord
 
 __all__ = ["Refined", "refine"]
 
-# How much more than predicted a switch is taken to cost, from trusting the prediction to hardly moving.
+# Factors on the predicted cost of a switch, from trusting the prediction to hardly moving.
 _DAMPINGS = (1.0, 1.4, 2.0, 2.8, 4.0, 8.0)
 # Moves that are predicted to pay most are tried first; more than this many are never ranked at once.
 _MOVES_PER_SIDE = 512
@@ -28,7 +28,7 @@ _PATIENCE = 96
 
 @dataclass(frozen=True)
 class Refined:
-    """Where the exchanges ended."""
+    """Result of a refinement."""
 
     choices: np.ndarray
     loss: float
@@ -45,23 +45,24 @@ def refine(
     allowance: float,
     on_step: Callable[[StepRecord], None] | None = None,
 ) -> Refined:
-    """Improve an allocation: many switches at once while a model of the loss finds some that pay, then few.
+    """Improve an allocation: first by many switches at once, then by single switches and exchanges.
 
-    The gradient with respect to the gates, with the objective's curvature if it has one, predicts what every switch
-    costs. First the exact knapsack of those predictions is tried, under growing damping, and predicted anew where
-    it paid; then single switches and exchanges between two groups, most promising first. A move is kept if it
-    lowers the loss on the selection batches; it is given up as soon as a part of them says it does not.
+    The gradient with respect to the gates, with the objective's curvature if it has one, predicts the cost of
+    every switch. First the exact knapsack of those predictions is tried, under growing damping, with new
+    predictions after each success; then single switches and exchanges between two groups, most promising first. A
+    move is kept if it lowers the loss on the selection batches; it is dropped as soon as some of them show that it
+    does not.
 
     Args:
         problem: Costs and budget.
         evaluator: The objective.
-        choices: Where to begin.
-        losses: Of that allocation on every selection batch.
+        choices: The starting allocation.
+        losses: Losses of that allocation on every selection batch.
         allowance: Most evaluations to spend.
         on_step: Called with a record after every move that is kept.
     """
     climb = _Climb(problem, evaluator, choices, losses, allowance, on_step)
-    # The clock may run out between asking whether a move is affordable and evaluating it.
+    # Time may run out between the check that a move is affordable and its evaluation.
     with contextlib.suppress(OutOfAllowance):
         for propose in (climb.knapsacks, climb.exchanges):
             while climb.improve(propose):
@@ -70,7 +71,7 @@ def refine(
 
 
 class _Climb:
-    """The allocation under refinement, and what it has cost so far."""
+    """The allocation under refinement, and the evaluations spent on it."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class _Climb:
         return self.evaluator.evaluations - self._before
 
     def affords(self, evaluations: int) -> bool:
-        """Whether that much is left of the allowance, and any time."""
+        """Whether that many evaluations, and time, are left."""
         return self.spent + evaluations <= self.allowance and self.evaluator.in_time
 
     def predict(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -109,7 +110,7 @@ class _Climb:
             gates = one_hot(self.choices, self.problem.num_options)
             _, gradient = self.evaluator.loss_and_gradient(gates, range(count))
             linear = (gradient - gradient.gather(1, current[:, None])).numpy()
-            bend = self.evaluator.bend(current)
+            bend = self.evaluator.switch_curvature(current)
             self._predicted = (key, linear, np.zeros_like(linear) if bend is None else bend.numpy())
         return self._predicted[1], self._predicted[2]
 
@@ -119,7 +120,7 @@ class _Climb:
         if predicted is None:
             return
         linear, bend = predicted
-        # Without curvature a fixed toll per switch takes its place.
+        # Without curvature a fixed cost per switch replaces it.
         toll = np.full_like(linear, float(np.median(np.abs(linear))))
         toll[np.arange(len(toll)), self.choices] = 0.0
         for damping in _DAMPINGS:
@@ -155,7 +156,7 @@ class _Climb:
             self.accepted += 1
             if self.on_step is not None:
                 self.on_step(_record(self.evaluator, self.spent, self.allowance, float(losses.mean())))
-            return True  # the predictions were the old allocation's
+            return True  # predictions for the old allocation no longer hold
         return False
 
     def _race(self, proposal: np.ndarray) -> np.ndarray | None:
@@ -184,7 +185,7 @@ def _record(evaluator: Evaluator, step: int, allowance: float, loss: float) -> S
 
 
 def _proposals(problem: AllocationProblem, choices: np.ndarray, predicted: np.ndarray) -> list[np.ndarray]:
-    """Feasible neighbours by one switch or two; ``predicted`` (N, K) is what a switch adds to the loss."""
+    """Feasible neighbours by one switch or two; ``predicted`` (N, K) is the loss that a switch adds."""
     groups = np.arange(problem.num_groups)
     change, room = cost_changes(problem, choices), unspent(problem, choices)
     possible = problem.allowed.copy()

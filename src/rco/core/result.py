@@ -1,4 +1,4 @@
-"""What a search leaves behind: a record per step and one result, both to and from JSON."""
+"""Step records and the result of a search, with conversion to and from JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The allocation a searcher settled on, and how it got there."""
+    """The allocation that a searcher found, with its loss, cost and history."""
 
     allocation: Allocation
     loss: float  # mean over the selection batches
@@ -82,7 +82,7 @@ class SearchResult:
 
     @classmethod
     def from_json(cls, text: str) -> SearchResult:
-        """Read what :meth:`to_json` wrote."""
+        """Read the output of :meth:`to_json`."""
         return cls.from_dict(json.loads(text))
 
 

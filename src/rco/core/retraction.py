@@ -89,7 +89,7 @@ def solve_joint(
         excess = _excess(shift, point.gradient, upper)
         if (excess <= tolerance).all():
             return shift
-        # Variables at (or within reach of) their bound that want to cross it stay out of the Newton system.
+        # Variables at (or within reach of) their bound that would cross it stay out of the Newton system.
         margin = min(1e-3, float(np.abs(shift - np.minimum(shift - point.gradient, upper)).max()))
         fixed = (shift >= upper - margin) & (point.gradient <= 0)
         step, clipped = _trust_step(point, ~fixed, tolerance, radius)
@@ -105,8 +105,8 @@ def solve_joint(
             candidate = evaluate(trial)
             used += 1
             predicted = float(point.gradient @ (trial - shift))
-            # Near the minimum the decrease drowns in the rounding of Phi: a step that raises it by no more than
-            # that is a Newton step as good as any, and may be the one that shows which budgets bind.
+            # Near the minimum the decrease is below the rounding error of Phi: a step that raises Phi by no more
+            # than that error is accepted, since it may be the one that determines which budgets bind.
             rounding = _PHI_ROUNDING * abs(point.value)
             accepted = candidate.value <= point.value + 1e-4 * predicted + rounding
             if not accepted:
@@ -119,7 +119,7 @@ def solve_joint(
 
 
 def _excess(shift: np.ndarray, gradient: np.ndarray, upper: np.ndarray) -> np.ndarray:
-    """How far each optimality condition is from holding: at the bound only a positive gradient violates it."""
+    """Violation of each optimality condition: at the bound only a positive gradient violates it."""
     excess: np.ndarray = np.where(shift >= upper, np.maximum(gradient, 0.0), np.abs(gradient))
     return excess
 
@@ -159,7 +159,7 @@ class SeparableShift:
     Args:
         cost: The expected cost.
         below: (J,) booleans, whether a budget may be left unspent.
-        bisect: Whether to bisect as the paper does; what that leaves unsolved, Newton finishes.
+        bisect: Whether to bisect as the paper does; Newton solves the budgets that bisection leaves.
 
     Attributes:
         used: Softmax evaluations so far, per budget.
@@ -194,7 +194,7 @@ class SeparableShift:
             shift,
             self.used,
         )
-        # A further call knows which budgets bind, and goes by Newton.
+        # In a further call the binding budgets are known, and Newton is used.
         self.bisect, self.below = False, np.zeros_like(self.below)
         if not converged:
             raise NoConvergenceError(shift)
@@ -202,7 +202,7 @@ class SeparableShift:
 
 
 class JointShift:
-    """One retraction under q joint budgets; arguments and use as of :class:`SeparableShift`."""
+    """One retraction under q joint budgets; arguments and use as for :class:`SeparableShift`."""
 
     attempts = 6
 
@@ -258,5 +258,5 @@ class JointShift:
         try:
             solve_joint(evaluate, shift, tolerance, self.upper)
         except NoConvergenceError as stop:
-            self.upper = self.upper - stop.best  # what a further call may still add
+            self.upper = self.upper - stop.best  # the shift that a further call may still add
             raise

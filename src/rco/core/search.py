@@ -52,7 +52,7 @@ MOST_CANDIDATES = _OWN_CANDIDATES + 4
 # Shares of an allowance that are left for the choice among candidates, and for the exchanges after it.
 _CHOICE, _REFINE = 0.15, 0.2
 _SHORT = 400  # evaluations below which nothing is left for exchanges
-_FEW_STEPS = 20  # below which samples are given up for steps
+_FEW_STEPS = 20  # below which fewer samples are drawn, for more steps
 _LOOP_SECONDS = 0.75  # share of the seconds that the loop may take, where seconds are limited
 
 
@@ -112,7 +112,7 @@ class GumbelSearch(BudgetedSearch):
 
     @abstractmethod
     def make_optimizer(self, problem: AllocationProblem, prior: Tensor) -> LogitOptimizer:
-        """What moves the logits of this method."""
+        """The optimizer of this method's logits."""
 
     def loop(self, run: SearchRun) -> SearchResult:
         """Algorithm 1 of the paper, line by line, with the harness around it."""
@@ -178,8 +178,8 @@ class RCO(GumbelSearch):
 
 
 # Algorithm 1 exactly as the paper prints it. Temperatures of section 3.1; the straight-through gradient without
-# a term for curvature; and line 16 as result: the knapsack of the last logits, with no choice, no exchanges and
-# no use of the budget that it leaves.
+# a term for curvature; and line 16 as result: the knapsack of the last logits, with no choice, no exchanges, and
+# leftover budget unspent.
 PRINTED: Mapping[str, Any] = MappingProxyType(
     {"tau": (1.0, 0.01), "refine": 0, "curvature": False, "choose": False, "monotone": False}
 )
@@ -187,7 +187,7 @@ PRINTED: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class PlainRCO(RCO):
-    """Algorithm 1 as printed: the knapsack of the last logits is the result, with what it leaves unspent.
+    """Algorithm 1 as printed: the knapsack of the last logits is the result, with leftover budget unspent.
 
     Steps, samples, learning rate, temperatures and antithetic sampling are settings as for :class:`RCO`; the
     rest of ``PRINTED`` is fixed. Without a prior the logits start at zero. The result is not compared with the
@@ -211,11 +211,11 @@ def temperature(progress: float, tau: tuple[float, float]) -> float:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How an allowance is divided.
+    """Division of an allowance among the parts of a search.
 
     Attributes:
-        steps: Of the loop.
-        samples: Per step.
+        steps: Steps of the loop.
+        samples: Samples per step.
         selection: Batches that candidates are compared on.
         refine: Evaluations for what follows the choice.
     """
@@ -227,10 +227,10 @@ class Schedule:
 
 
 def fit_schedule(settings: GumbelSearch, evaluator: Evaluator, candidates: int) -> Schedule:
-    """The settings as they are without an allowance; with one, as much of each part as it holds.
+    """The schedule of a search: its settings without an allowance, reduced to fit with one.
 
-    A part is set aside for choosing among the candidates and for exchanges; the loop has the rest. A short loop is
-    better off with steps than with samples.
+    A part is set aside for choosing among the candidates and for exchanges; the loop has the rest. A short loop
+    benefits more from steps than from samples.
     """
     available = evaluator.selection.num_batches
     if math.isinf(evaluator.most):
@@ -242,7 +242,7 @@ def fit_schedule(settings: GumbelSearch, evaluator: Evaluator, candidates: int) 
         return Schedule(steps, settings.samples, available, passes * available)
     allowance = int(evaluator.most)
     short = allowance < _SHORT
-    share = _CHOICE * (2 if short else 1)  # few batches would choose by their noise
+    share = _CHOICE * (2 if short else 1)  # a choice on few batches is noise
     selection = min(available, max(1, int(share * allowance / candidates)))
     refined = 0 if short or settings.refine == 0 else int(_REFINE * allowance)
     if settings.refine is not None:
@@ -259,7 +259,7 @@ def fit_schedule(settings: GumbelSearch, evaluator: Evaluator, candidates: int) 
 
 
 class GumbelState(SearchState):
-    """The logits, their averages, the best sample, and how the allowance is divided."""
+    """The logits, their averages, the best sample, and the schedule."""
 
     saved = ("optimizer", "average", "prices", "averaged", "interaction", "best")
 
@@ -270,7 +270,7 @@ class GumbelState(SearchState):
         self._follow(fit_schedule(settings, self.evaluator, self.candidates + self.evaluator.starts))
         self.optimizer = settings.make_optimizer(problem, run.scores())
         self.average = torch.zeros_like(run.scores())
-        # What each option would cost, predicted at the samples of the last steps.
+        # Losses of the options, predicted at the samples of the last steps.
         self.prices = torch.zeros_like(self.average)
         self.averaged = 0
         curvature = self.evaluator.curvature
@@ -290,7 +290,7 @@ class GumbelState(SearchState):
         return 3 * self.schedule.samples * self.settings.batches_per_sample
 
     def progress(self, steps: int) -> float:
-        """How much of the loop is over after so many steps: by steps or by seconds, whichever is further."""
+        """Completed share of the loop after that many steps: by steps or by seconds, whichever is larger."""
         by_time = self.evaluator.seconds / (_LOOP_SECONDS * self.evaluator.max_seconds)
         return max(steps / max(self.schedule.steps, 1), by_time)
 
@@ -306,10 +306,10 @@ class GumbelState(SearchState):
         return [walk[j * count : (j + 1) * count] for j in range(samples)]
 
     def corrected(self, choices: Tensor, slope: Tensor) -> Tensor:
-        """A sample's gradient in the gates (N, K), with the curvature's cost of leaving its choices."""
+        """A sample's gradient in the gates (N, K), plus the curvature's cost of leaving its choices."""
         if self.interaction is not None:
             self.interaction.see(choices, slope)
-        bend = self.evaluator.bend(choices) if self.settings.curvature else None
+        bend = self.evaluator.switch_curvature(choices) if self.settings.curvature else None
         return slope if bend is None else slope + bend
 
     def average_in(self, steps: int, prices: Tensor) -> None:
@@ -321,7 +321,7 @@ class GumbelState(SearchState):
             self.averaged += 1
 
     def describe(self, tau: float) -> dict[str, Any]:
-        """Temperature, expected cost, and how far the groups are decided."""
+        """Temperature, expected cost, entropy and number of decided groups."""
         logits = self.optimizer.logits.detach()
         log_p = self._log_p(logits)
         p = log_p.exp()
@@ -338,7 +338,7 @@ class GumbelState(SearchState):
         return torch.log_softmax(logits.detach() + self.problem.log_allowed, dim=-1)
 
     def propose(self, candidates: Candidates) -> None:
-        """Line 16 of Algorithm 1, and what else the loop has learned."""
+        """Add the result of line 16 of Algorithm 1, and the other candidates of the loop."""
         final = self._log_p(self.optimizer.logits)
         candidates.add_values("final", final)
         if not self.settings.choose:
@@ -355,17 +355,17 @@ class GumbelState(SearchState):
     def polish(
         self, choices: np.ndarray, losses: np.ndarray, on_step: Callable[[StepRecord], None] | None
     ) -> tuple[np.ndarray, float]:
-        """Exchanges, while the allowance lasts and they pay."""
+        """Refine the candidate while the allowance lasts and moves lower its loss."""
         allowance = min(float(self.schedule.refine), self.evaluator.left)
         if self.settings.refine is None:
-            allowance = self.evaluator.left  # with what the loop has left over
+            allowance = self.evaluator.left  # including what the loop did not use
         if allowance < 1 or not self.evaluator.in_time:
             return choices, float(losses.mean())
         refined = refine(self.problem, self.evaluator, choices, losses, allowance=allowance, on_step=on_step)
         return refined.choices, refined.loss
 
     def state(self) -> dict[str, Any]:
-        """With the schedule, which a new allowance does not change."""
+        """The state with the schedule, which a new allowance does not change."""
         return {**super().state(), "schedule": asdict(self.schedule)}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a searcher is, and the harness that every searcher runs in.
+"""The searcher interface, and the harness that every searcher runs in.
 
 A method is a subclass of :class:`BudgetedSearch` with one method, ``loop``, which reads like this::
 
@@ -9,9 +9,9 @@ A method is a subclass of :class:`BudgetedSearch` with one method, ``loop``, whi
             run.record(loss)
     return run.choose()
 
-:class:`SearchRun` provides the allowance, the history, checkpoints, resuming, answers on the way, and the
-choice among the candidates and the starting points at the end. :class:`SearchState` is what the method carries
-from step to step.
+:class:`SearchRun` provides the allowance, the history, checkpoints, resuming, intermediate allocations, and
+the choice among the candidates and the starting points at the end. :class:`SearchState` holds the state of the
+method between steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OPEN_END = 10**9  # steps of a search that only its allowance ends
 _STATE_VERSION = 4
 _ALLOWANCE = ("max_evaluations", "max_seconds")  # may change when a search is resumed
 
-# The allocation is computed when it is asked for, which may take a knapsack or more.
+# The allocation is computed on demand, which may take a knapsack or more.
 OnIncumbent = Callable[[StepRecord, Callable[[], np.ndarray | None]], None]
 OnStep = Callable[[StepRecord], None]
 S = TypeVar("S", bound="SearchState")
@@ -79,15 +79,15 @@ class BudgetedSearch(ABC):
     """A method: one allocation within the exact budget and the allowance.
 
     Args:
-        seed: Of everything that is drawn.
+        seed: Seed of all random draws.
         max_evaluations: Most batches of the objective to forward, a backward counting as two more, with the final
-            choice and everything after it; None: as many as the method's settings ask for.
+            choice and everything after it; None: as many as the method's settings require.
         max_seconds: Seconds after which no new evaluation begins, except for the final choice.
     """
 
     name: ClassVar[str]
     # Whether unspent budget of the uniform starting point is spent, and whether the prior's knapsack is a
-    # starting point at all: not for fixed rules, which would then be measured as something else.
+    # starting point at all: not for fixed rules, which are to be measured unchanged.
     spends_uniform: ClassVar[bool] = True
     starts_from_prior: ClassVar[bool] = True
 
@@ -105,18 +105,18 @@ class BudgetedSearch(ABC):
 
     @property
     def compares_starts(self) -> bool:
-        """Whether the uniform assignment and the prior's knapsack are compared with what was found."""
+        """Whether the uniform assignment and the prior's knapsack are compared with the method's candidates."""
         return True
 
     def require(self, **least: float) -> None:
-        """An error for a setting below its least value."""
+        """Raise an error for a setting below its least value."""
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and not value >= low:
                 raise ValueError(f"{name} must be at least {low}, got {value}.")
 
     def require_end(self, name: str) -> None:
-        """An error if a number of steps is open and no allowance ends the search."""
+        """Raise an error if a number of steps is open and no allowance ends the search."""
         if getattr(self, name) is None and self.max_evaluations is None and self.max_seconds is None:
             raise ValueError(
                 f"{name}=None goes on until an allowance ends; give max_evaluations or max_seconds."
@@ -148,8 +148,8 @@ class BudgetedSearch(ABC):
             proxy: (N, K) losses of the options, taken to add up; their exact knapsack is among the candidates.
             on_step: Called with a record after every step.
             on_checkpoint: Called after every step with a state that ``resume`` accepts.
-            on_incumbent: Called after every step with its record and a function that returns what the method would
-                propose if it ended there, or None if it has nothing yet.
+            on_incumbent: Called after every step with its record and a function that returns the allocation the
+                method would propose if it ended there, or None if it has none yet.
             resume: A state from ``on_checkpoint``; the search goes on to the result it would have reached. The
                 allowance may differ, nothing else.
         """
@@ -168,7 +168,7 @@ class BudgetedSearch(ABC):
 
 
 class SearchState(ABC):
-    """What a method carries from step to step, and its answer.
+    """State of a method between steps, and its candidates.
 
     A step that raises :class:`OutOfAllowance` must leave the attributes as they were, except for measurements that
     stay valid.
@@ -177,7 +177,7 @@ class SearchState(ABC):
         saved: Names of the attributes that a checkpoint keeps: tensors, arrays, numbers, lists of them, or objects
             with ``state()`` and ``load(state)``.
         candidates: Most candidates that :meth:`propose` adds.
-        kept_back: Evaluations that :meth:`polish` may count on.
+        kept_back: Evaluations reserved for :meth:`polish`.
     """
 
     saved: ClassVar[tuple[str, ...]] = ()
@@ -190,7 +190,7 @@ class SearchState(ABC):
 
     @abstractmethod
     def propose(self, candidates: Candidates) -> None:
-        """Add what was found, the method's own answer first; the search can go on afterwards."""
+        """Add the candidates found so far, the method's own first; the search can go on afterwards."""
 
     def polish(
         self, choices: np.ndarray, losses: np.ndarray, on_step: OnStep | None
@@ -202,7 +202,7 @@ class SearchState(ABC):
         return choices, float(losses.mean())
 
     def incumbent(self) -> np.ndarray | None:
-        """The method's own answer if it ended now; None while it has none."""
+        """The method's own allocation if it ended now; None while it has none."""
         candidates = Candidates(self.problem, self.evaluator)
         self.propose(candidates)
         return next(iter(candidates.choices.values()), None)
@@ -248,7 +248,7 @@ class SearchRun:
         prior: (N, K) float64 scores, or None.
         evaluator: The objective, counted.
         step: Steps taken so far.
-        notes: What the result's settings report beside the settings.
+        notes: Further entries of the result's settings.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class SearchRun:
         known = self.settings.starts_from_prior
         return 1 + int(known and self.prior is not None) + spent * int(known and self._proxy is not None)
 
-    # ------------------------------------------------------------ what loops call
+    # ------------------------------------------------------------ interface of loops
 
     def scores(self) -> Tensor:
         """The prior, or zeros."""
@@ -303,7 +303,7 @@ class SearchRun:
         return self.evaluator.losses(choices, self.problem.num_options, batches)
 
     def some_batches(self, count: int | None, first: int = 0) -> list[int]:
-        """That many different batches in an order that the seed decides; all of them for None."""
+        """That many different batches in an order set by the seed; all of them for None."""
         available = self.evaluator.objective.num_batches
         wanted = available if count is None else min(count, available)
         return batch_order(available, seed=self.settings.seed, first=first * available, count=wanted)
@@ -318,7 +318,7 @@ class SearchRun:
         return state
 
     def planned(self, steps: int | None, cost: int) -> int:
-        """The steps asked for; for None as many as the allowance holds, which is open if only time limits it."""
+        """The requested steps; for None as many as the allowance holds, unbounded if only time limits it."""
         if steps is not None:
             return steps
         allowance = self.evaluator.most - self.evaluator.reserve
@@ -326,12 +326,12 @@ class SearchRun:
 
     @contextlib.contextmanager
     def allowance(self) -> Iterator[None]:
-        """Ends the loop inside it where the allowance ends within a step; that step is dropped."""
+        """Context that ends the loop inside it when the allowance runs out; the unfinished step is dropped."""
         with contextlib.suppress(OutOfAllowance):
             yield
 
     def steps(self, planned: int, cost: Callable[[int], int] | int = 1) -> Iterator[int]:
-        """Step numbers from 0, or from where a resumed search stands, while the allowance holds the next one.
+        """Step numbers from 0, or from the step of a resumed search, while the allowance covers the next one.
 
         Args:
             planned: Steps planned.
@@ -376,7 +376,7 @@ class SearchRun:
             self._on_incumbent(record, self._state.incumbent)
 
     def choose(self) -> SearchResult:
-        """Compare what was found with the starting points on the selection split, and polish the winner."""
+        """Compare the candidates with the starting points on the selection split, and polish the winner."""
         state = self._state
         assert state is not None, "a loop resumes a state before it ends"
         if not self._planned:
@@ -457,11 +457,14 @@ class SearchRun:
         """Continue from a checkpoint; another method, problem, prior or setting is an error."""
         if state.get("version") != _STATE_VERSION or state.get("method") != self.settings.name:
             raise ValueError(
-                f"The checkpoint is one of {state.get('method')}, version {state.get('version')}; this search is "
+                f"The checkpoint is from {state.get('method')}, version {state.get('version')}; this search is "
                 f"{self.settings.name} and reads version {_STATE_VERSION}."
             )
         if state["problem"] != self.problem.fingerprint:
-            raise ValueError("The checkpoint belongs to another problem (costs, budget or locks differ).")
+            raise ValueError(
+                "The checkpoint belongs to another problem (costs, budget or locks differ); resume with the same "
+                "problem or start anew."
+            )
         for name, mine in self._plain_settings().items():
             if state["settings"].get(name) != mine:
                 raise ValueError(
@@ -472,7 +475,9 @@ class SearchRun:
             theirs = state[name]
             same = theirs is table if theirs is None or table is None else torch.equal(theirs, table)
             if not same:
-                raise ValueError(f"The checkpoint was started from another {name}.")
+                raise ValueError(
+                    f"The checkpoint was started from another {name}; resume with the same one or start anew."
+                )
         self.step, self._best = state["step"], state["best"]
         self.evaluator.forwards, self.evaluator.backwards = state["counter"]
         self.evaluator.seconds_before = state["seconds"]

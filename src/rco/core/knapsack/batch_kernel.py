@@ -86,7 +86,7 @@ def _compile(revision: int):
         values, costs, perm, counts, order, offsets, capacity, shape,
         cell_floats, cell_ints, side_floats, side_ints, d, r, node, tree, max_states, begin, choices, status, gaps,
     ):  # fmt: skip
-        """Solve samples from ``begin`` on; returns the first unsolved one (it needs more room) or the batch size.
+        """Solve samples from ``begin`` on; returns the first one that needs larger lists, or the batch size.
 
         Args:
             values: (batch, N, K) float64; -inf forbids an option.
@@ -94,13 +94,13 @@ def _compile(revision: int):
             perm: (N, K) the option that each cell of ``costs`` belongs to.
             counts: (N,) usable options per group.
             order: (N,) the group that each row of ``costs`` belongs to.
-            offsets: (J + 1,) where each block begins.
+            offsets: (J + 1,) start of each block.
             capacity: (J,) int64, one per block.
             shape: (J,) GENERAL; DISTINCT where no group has two options of one cost; SELECTION where each has at
                 most two, at cost 0 and 1.
             cell_floats: (2, cells) float64 scratch, a cell for each option of the largest block.
             cell_ints: (4, cells) int64 scratch.
-            side_floats: (4, side) float64 scratch, a place for each group of the largest block, and 32 more.
+            side_floats: (4, side) float64 scratch, an entry for each group of the largest block, and 32 more.
             side_ints: (10, side) int64 scratch.
             d: (4, room) int64 state offsets.
             r: (4, room) float64 state regrets.
@@ -117,7 +117,7 @@ def _compile(revision: int):
         active = Active(side_ints[1], side_ints[2], side_ints[3], side_ints[4])
         base, chosen = side_ints[5], side_ints[6]
         candidates = Candidates(side_ints[7], side_ints[8], cell_ints[2], cell_ints[3], cell_floats[1])
-        # The active groups are done with when the ranking begins: it sorts in their place.
+        # The ranking sorts in the buffers of the active groups, which are no longer needed then.
         ranking = Order(side_ints[9], side_ints[1], side_floats[0], side_floats[1], side_floats[2])
         lists = Lists(d, r, node, tree)
         sample = side_floats[3]
@@ -157,7 +157,7 @@ def _compile(revision: int):
     return solve_batch
 
 
-# numba looks only at the file of a cached function for changes, not at those of the functions it calls.
+# numba checks only the file of a cached function for changes, not those of the functions it calls.
 solve_batch = _compile(
     zlib.crc32((inspect.getsource(lagrangian_dual) + inspect.getsource(state_lists)).encode())
 )
@@ -165,7 +165,7 @@ solve_batch = _compile(
 
 @entry
 def audit(values, unit_costs, choices, block_of, budgets, totals, worth):
-    """Cost and value of every sample's choices, apart from anything the solver reduced or scaled.
+    """Cost and value of every sample's choices, independent of the solver's reductions and scaling.
 
     Returns the first sample that exceeds a budget, or -1. Values are summed with compensation, so that a total
     does not depend on the order of groups by more than its last digits.

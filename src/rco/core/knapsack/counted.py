@@ -5,9 +5,9 @@ minimum a multiplier ``mu_b``. For a given price the best assignment under the m
 each block takes the groups that prefer S most. So the dual is one-dimensional, and every ``mu_b`` follows from
 the m_b-th preference: the middle of the interval of equally good ones. With the regret ``r`` of an option
 against the best one of its group, an allocation is worth the dual's value less ``sum r + lam * unspent + sum
-mu_b * (taken_b - m_b)``, and the last sum is what is minimised over the options whose regret alone is below the
-gap: state lists (cost, regret, count), block after block, with dominance and bounds. The gap is that of the
-exact knapsack with the preferred groups locked.
+mu_b * (taken_b - m_b)``, which is minimised over the options whose regret alone is below the gap: state
+lists (cost, regret, count), block after block, with dominance and bounds. The gap is that of the exact knapsack
+with the preferred groups locked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Part:
     counts: MinCounts
     price: np.ndarray  # (n, K) float costs as shares of the budget's range
     order: np.ndarray  # (n,) groups, block by block
-    offsets: np.ndarray  # (B + 1,) where each block begins in ``order``
+    offsets: np.ndarray  # (B + 1,) start of each block in ``order``
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,11 +236,11 @@ class _Search:
         unit = float(part.price.max()) / max(float(costs.max()), 1.0)  # of relative cost per reduced unit
         lam = lam * unit
         unspent = float(capacity - sum(int(c) for c in costs[groups, best]))
-        # What the best known allocation loses against the dual's value.
+        # Loss of the best known allocation against the dual's value.
         gap = float(regret[groups, best].sum() + lam * unspent + mu @ (part.counts.taken(best) - self.least))
         if gap <= tie * len(base):
             return best, OPTIMAL, 0.0
-        if costs.dtype == object:  # beyond int64: what is certified is the dual's gap
+        if costs.dtype == object:  # beyond int64: only the dual's gap is certified
             return best, LIMIT, gap
         step = costs - costs[groups, base][:, None]
         change = self.counting[None, :].astype(np.int64) - self.counting[base][:, None]

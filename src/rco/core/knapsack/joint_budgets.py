@@ -1,8 +1,8 @@
-"""Knapsacks with several joint budgets: HiGHS finds, integers verify.
+"""Knapsacks with several joint budgets: HiGHS solves, exact integers verify.
 
-A mixed-integer solver works to tolerances, so what it calls feasible may exceed a budget by rounding. Here each of
-its solutions is costed with exact integers; one that is over budget is cut off by a cover inequality, which no
-affordable allocation violates, and the solver runs again.
+A mixed-integer solver works to tolerances, so its solutions may exceed a budget by rounding. Here each solution is
+costed with exact integers; one that is over budget is cut off by a cover inequality, which no affordable allocation
+violates, and the solver runs again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rco.core.problem import AllocationProblem
 __all__ = ["solve_joint"]
 
 _OPTIMAL, _INFEASIBLE, _LIMIT = range(3)
-# The solver's absolute gap is 1e-6 whatever is asked: values are scaled to make that negligible.
+# The solver's absolute gap is 1e-6 whatever is requested: values are scaled to make that negligible.
 _VALUE_SCALE = 1e4
 _LARGEST_COST = 1e6
 _TIE = 1e-9  # relative to the range of values: how far the solver's own bound can be trusted

@@ -5,7 +5,7 @@
 groups. :func:`select` is the whole solution where each group has two options at unit cost.
 
 The functions are small and allocate nothing: numba counts references in any function that grows arrays, which
-costs more than the arithmetic here. Choices that data decide like a coin toss are arithmetic, not branches.
+costs more than the arithmetic here. Unpredictable branches are replaced by arithmetic.
 """
 
 # numba infers and specialises all types here; annotations would be a second source that nothing checks.
@@ -39,11 +39,11 @@ OPTIMAL, INFEASIBLE, LIMIT, GROW = 0, 1, 2, 3
 
 # Values outside this range are rescaled by a power of two, so that no product over- or underflows.
 _SMALLEST, _LARGEST = 2.0**-500, 2.0**500
-_SAMPLE = 31  # entries looked at for a pivot
+_SAMPLE = 31  # entries sampled for a pivot
 
 
 class Options(NamedTuple):
-    """The options in play, group after group in order of cost; elsewhere they are named by position here."""
+    """The options in play, group after group in order of cost; other arrays hold positions in these."""
 
     start: np.ndarray  # (n + 1,) first position of each group
     cost: np.ndarray
@@ -180,7 +180,7 @@ def multiplier(n, options, cheapest, capacity, base, active, sample):
     """Minimise the dual: returns (lam, slack of the feasible side, groups still tied between two options).
 
     A secant step intersects the supporting lines of both ends: either it finds a better choice in some interval,
-    or it stands on the minimum. Any multiplier is valid for what follows, so rounding costs time at most.
+    or it is at the minimum. Any multiplier is valid for what follows, so rounding costs time at most.
     """
     start, cost, value, _ = options
     group, low, high, pick = active
@@ -273,7 +273,7 @@ def _threshold(a, m, rank, sample):
 
 @internal
 def _gains(values, perm, counts, order, first, n, scale, gain, scratch):
-    """What option 1 is worth above option 0; returns how many are positive, forced (+inf), void, too large."""
+    """Value of option 1 above option 0; returns how many are positive, forced (+inf), void, too large."""
     positive, forced, void, large = 0, 0, 0, 0
     for g in range(n):
         p = first + g

@@ -1,7 +1,7 @@
 """Knapsacks with one budget, or one per block: prepared once for the compiled kernels, solved many times.
 
 Blocks are laid out contiguously, options by cost, options that can never be afforded left out, common factors
-divided away. Costs that outgrow int64 are rounded, in both directions, with the exact integers as judge.
+divided away. Costs too large for int64 are rounded in both directions, and results checked with exact integers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["INFEASIBLE", "LIMIT", "OPTIMAL", "Choices", "over_budget", "plans", 
 
 OPTIMAL, INFEASIBLE, LIMIT = range(3)
 _INT64_SAFE = 2**62
-_FIRST_ROOM = 4096  # states per list; grown where a sample needs more
-_LARGEST_KEPT_ROOM = 2**20  # larger lists are freed with the call that needed them
+_FIRST_LENGTH = 4096  # states per list; grown where a sample needs more
+_LARGEST_KEPT_LENGTH = 2**20  # larger lists are freed with the call that needed them
 
 
 class Choices(NamedTuple):
-    """What the hot path returns: stacked arrays and nothing else. ``codes``: 0 optimal, 1 infeasible, 2 limit."""
+    """Results of the hot path as stacked arrays. ``codes``: 0 optimal, 1 infeasible, 2 limit."""
 
     choices: np.ndarray  # (batch, N) int64
     codes: np.ndarray  # (batch,) int64
@@ -58,11 +58,11 @@ class _Plan:
         self.costs = np.take_along_axis(costs, self.perm, axis=1)
         self.counts = usable.sum(axis=1)
         self.shape = self._shapes()
-        self.room = _FIRST_ROOM
-        self._make_room(int(np.diff(self.offsets).max()), num_options)
+        self.room = _FIRST_LENGTH
+        self._allocate_workspace(int(np.diff(self.offsets).max()), num_options)
 
     def _shapes(self) -> np.ndarray:
-        """What each block may take for granted, see :func:`rco.core.knapsack.batch_kernel.solve_batch`."""
+        """Kind of each block, see :func:`rco.core.knapsack.batch_kernel.solve_batch`."""
         from rco.core.knapsack.batch_kernel import DISTINCT, GENERAL, SELECTION
 
         index = np.arange(self.costs.shape[1])
@@ -73,7 +73,7 @@ class _Plan:
         by_block = [np.logical_and.reduceat(rows, self.offsets[:-1]) for rows in (distinct, unit)]
         return np.where(by_block[1], SELECTION, np.where(by_block[0], DISTINCT, GENERAL))
 
-    def _make_room(self, num_groups: int, num_options: int) -> None:
+    def _allocate_workspace(self, num_groups: int, num_options: int) -> None:
         cells, side = num_groups * num_options, num_groups + 32
         self.workspace = (
             np.empty((2, cells)),
@@ -100,13 +100,13 @@ class _Plan:
             if done >= batch:
                 return found
             room *= 4
-            lists = _state_lists(room, min(8 * room, max(max_states, 8 * _FIRST_ROOM)))
-            if room <= _LARGEST_KEPT_ROOM:
+            lists = _state_lists(room, min(8 * room, max(max_states, 8 * _FIRST_LENGTH)))
+            if room <= _LARGEST_KEPT_LENGTH:
                 self.room, self.lists = room, lists
 
 
 def _state_lists(room: int, nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Four lists of ``room`` states and a tree of so many nodes; memory is taken as it is touched."""
+    """Four lists of ``room`` states and a tree of ``nodes`` nodes; memory is committed when it is first touched."""
     return (
         np.empty((4, room), dtype=np.int64),
         np.empty((4, room)),
@@ -117,7 +117,7 @@ def _state_lists(room: int, nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 @dataclass(frozen=True)
 class Plans:
-    """The knapsack as it is, or, where its integers outgrow int64, rounded in both directions.
+    """The exact knapsack or, where its integers are too large for int64, one rounded in both directions.
 
     Rounding costs down (and the capacity down: a sum of integers that fits the one fits the other) relaxes the
     problem, rounding costs up tightens it. If the relaxed optimum is affordable it is the optimum.
@@ -131,7 +131,7 @@ class Plans:
     def audit(
         self, values: np.ndarray, found: Choices, problem: AllocationProblem
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Values (batch,) and units of cost (batch, J) of what was found, by the problem's own int64 costs."""
+        """Values (batch,) and units of cost (batch, J) of the choices, by the problem's own int64 costs."""
         from rco.core.knapsack.batch_kernel import audit
 
         totals = np.empty((len(values), len(self.budgets)), dtype=np.int64)
@@ -161,7 +161,7 @@ class Plans:
     def _affordable(
         self, relaxed: np.ndarray, values: np.ndarray, problem: AllocationProblem, max_states: int
     ) -> tuple[np.ndarray, int]:
-        """The best of what is affordable: the tightened optimum, the relaxed one repaired, the cheapest choice."""
+        """The best affordable choices among the tightened optimum, the relaxed one repaired, and the cheapest."""
         assert self.tightened is not None
         usable = problem.allowed & (values > -math.inf)
         tightened = self.tightened.solve(values[None], max_states).choices[0]
@@ -198,7 +198,7 @@ def total_value(values: np.ndarray, choices: np.ndarray) -> float:
 
 
 def over_budget(sample: int) -> RuntimeError:
-    """What must never happen."""
+    """The error for a solution over budget, a defect of the solver."""
     return RuntimeError(
         f"Internal error: the knapsack solver exceeded a budget in sample {sample}; please report this with the "
         "problem and the values."

@@ -62,7 +62,7 @@ class Solution:
 
 
 class BatchSolution(Sequence[Solution]):
-    """A sequence of :class:`Solution`, built as they are asked for, with the stacked arrays beside it."""
+    """A sequence of :class:`Solution`, built on access, with the stacked arrays as attributes."""
 
     def __init__(self, problem: AllocationProblem, found: Choices, value: np.ndarray, units: Any) -> None:
         self._problem, self._found, self._units = problem, found, units
@@ -211,7 +211,7 @@ def _checked_values(values: Any, problem: AllocationProblem) -> np.ndarray:
 def _solve(
     values: np.ndarray, problem: AllocationProblem, max_states: int, time_limit: float
 ) -> tuple[Choices, np.ndarray, Any]:
-    """What was found, its values, its exact cost in the problem's units; over budget is an error, not a result."""
+    """Choices, their values, and exact costs in the problem's units; an error for choices over budget."""
     if not 1 <= max_states < 2**31:
         raise ValueError(f"max_states must lie between 1 and 2**31 - 1, got {max_states}.")
     if problem.num_joint > 1:

@@ -53,7 +53,7 @@ class Order(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Room for states: four lists (three to merge with, one to keep) and the tree of options behind them."""
+    """Buffers of states: four lists (three to merge with, one to keep) and the tree of options behind them."""
 
     offset: np.ndarray
     regret: np.ndarray
@@ -104,7 +104,7 @@ def scan(n, options, base, lam, slack, tight, tight_at, candidates):
 
 @internal
 def tolerance(candidates, groups, lam):
-    """What counts as a tie: relative to the candidates alone, so that huge values out of play do not matter."""
+    """Largest difference that counts as a tie; depends on the candidates alone, not on huge values out of play."""
     largest = 0.0
     for i in range(candidates.start[groups]):
         largest = max(largest, candidates.regret[i] + lam * abs(candidates.step[i]))
@@ -155,7 +155,7 @@ def _sort(key, index, spare, count):
 
 @internal
 def _arrange(groups, candidates, order):
-    """Fill the order; ties go by a golden-section stride, since neighbours are alike and joins want variety."""
+    """Fill the order; ties go by a golden-section stride, since neighbours are alike and joins need variety."""
     first, _, _, step, regret = candidates
     ranked, spare, key, down, up = order
     stride = int(0.618 * groups) | 1
