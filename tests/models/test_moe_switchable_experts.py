@@ -222,7 +222,7 @@ def test_experts_that_all_keep_their_own_weights_are_not_decoded():
     options, rows, count = make_options(model)
     with switchable_experts(model, options, rows) as switched:
         for layer in options.values():
-            layer.follows_places = lambda dtype: True  # as on a GPU
+            layer.supports_device_choice = lambda dtype: True  # as on a GPU
         own = next(iter(options.values())).num_options - 1
         gates = torch.nn.functional.one_hot(torch.full((count,), own), own + 1).double()
         switched.set_gates(gates, [own] * count)

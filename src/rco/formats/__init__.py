@@ -1,4 +1,4 @@
-"""How one tensor is stored: tensors in, tensors out, no knowledge of any model.
+"""Storage formats of one tensor, independent of any model.
 
 A format is a value (:class:`rco.formats.base.Format`), named such as ``int3-g64``, ``original`` or ``removed``. Its
 family is one file here and one line in :data:`rco.registry.FORMATS`.
@@ -23,14 +23,14 @@ def parse(name: str) -> Format:
     """The format of that name.
 
     Raises:
-        ValueError: No family has it.
+        ValueError: No family has a format of that name.
     """
     for family in registry.FORMATS:
         found: Format | None = registry.load(registry.FORMATS, family, "format family").parse(name)
         if found is not None:
             return found
     raise ValueError(
-        f"Unknown format {name!r}. Known families: {', '.join(registry.FORMATS)}; names are such as 'int3-g64' "
+        f"Unknown format {name!r}. Known families: {', '.join(registry.FORMATS)}; examples: 'int3-g64' "
         "(3 bits, groups of 64), 'int4-channel-sym' (one scale per row, no zero points), 'original', 'removed'."
     )
 

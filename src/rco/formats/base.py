@@ -1,4 +1,4 @@
-"""The two halves of a storage format: :class:`Format`, the rule, and :class:`Stored`, one tensor kept by that rule.
+"""The interface of storage formats: :class:`Format`, and :class:`Stored`, one tensor in a format.
 
 A format states its exact size in the checkpoint, encodes a weight, decodes it bit for bit as the serving engine
 does, and gives a search the inner product of a gradient with the decoded weight. A new format is one file with a
@@ -39,11 +39,11 @@ class TensorLayout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeSettings:
-    """Settings of the encoders; a family ignores those that it has no use for.
+    """Settings of the encoders; a family ignores those that do not concern it.
 
     Attributes:
         storage_dtype: Type of scales and of decoded values; that of the weight if None.
-        clip: Fit the range of every group by search, or take its extremes.
+        clip: Range of every group: fitted by search, or its extremes.
         damp: GPTQ's dampening, as a part of the mean of the Hessian's diagonal.
         act_order: GPTQ's order of the columns: by falling diagonal instead of from left to right.
         sweeps: Passes of coordinate descent over the codes after GPTQ.
@@ -57,7 +57,7 @@ class EncodeSettings:
 
 
 class Stored:
-    """One (out, in) weight in one format: what a candidate store writes and a switchable layer reads.
+    """One (out, in) weight in one format, as written by a candidate store and read by a switchable layer.
 
     Args:
         format: The format.
@@ -130,7 +130,7 @@ class Stored:
 
 
 class Tunable(nn.Module, ABC):
-    """A stored weight as a differentiable function of what may be trained; ``forward()`` is the decoded matrix.
+    """A stored weight as a differentiable function of its trainable parts; ``forward()`` is the decoded matrix.
 
     ``format.decode(tunable.stored(), dtype)`` equals ``forward()`` bit for bit at any value of the parameters.
 
@@ -147,11 +147,11 @@ class Tunable(nn.Module, ABC):
 
     @abstractmethod
     def stored(self) -> Stored:
-        """The weight that the present parameters stand for."""
+        """The stored weight of the present parameters."""
 
 
 class Encoded(NamedTuple):
-    """A weight in one format and what that costs.
+    """A weight in one format, with its error.
 
     Attributes:
         stored: The weight.
@@ -166,11 +166,11 @@ class Encoded(NamedTuple):
 
 
 class Format(ABC):
-    """How one tensor is stored. Subclasses are frozen dataclasses: hashable and equal by value.
+    """Storage format of a tensor. Subclasses are frozen dataclasses: hashable and equal by value.
 
     Attributes:
         family: Name of the subclass, its key in :data:`rco.registry.FORMATS`.
-        bits: Nominal bits of a weight, which a budget of bits averages: 0 for a removed one, 16 for the original.
+        bits: Nominal bits per weight, as averaged by a budget: 0 for a removed one, 16 for the original.
     """
 
     family: ClassVar[str]
@@ -184,15 +184,15 @@ class Format(ABC):
     @classmethod
     @abstractmethod
     def parse(cls, name: str) -> Format | None:
-        """The format of that name; None if it is none of this family."""
+        """The format of that name; None if it is not of this family."""
 
     @abstractmethod
     def layout(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorLayout]:
-        """The tensors that stand for a weight in the checkpoint file, by the last part of their names.
+        """The tensors of a weight in the checkpoint file, by the last part of their names.
 
         Args:
             shape: (out, in) of the weight.
-            dtype: Type of the model: that of scales and of weights left alone.
+            dtype: Type of the model: that of scales and of unchanged weights.
         """
 
     @abstractmethod
@@ -213,11 +213,11 @@ class Format(ABC):
         """The dense matrix in ``dtype``: bit for bit the one that the serving engine computes with, then cast."""
 
     def decode_into(self, stored: Stored, out: Tensor) -> None:
-        """Write the decoded matrix to ``out``, on whatever device that is."""
+        """Write the decoded matrix to ``out``, which may be on another device."""
         out.copy_(self.decode(stored, out.dtype))
 
     def on(self, columns: int) -> Format:
-        """The same format as it is written for rows of that length."""
+        """The equivalent format that is written for rows of that length."""
         return self
 
     def nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
@@ -229,7 +229,7 @@ class Format(ABC):
         return dict(stored.tensors)
 
     def restore(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Stored:
-        """The stored weight that the tensors of another one make up: the inverse of ``stored.tensors``."""
+        """The stored weight of these tensors: the inverse of ``stored.tensors``."""
         return Stored(self, shape, tensors)
 
     @classmethod
@@ -241,7 +241,7 @@ class Format(ABC):
         *,
         settings: EncodeSettings | None = None,
     ) -> list[Encoded]:
-        """Store a weight in several formats of this family; families that can share work among them."""
+        """Store a weight in several formats of this family; some families share work among them."""
         found = (each.encode(weight, statistics, settings=settings) for each in formats)
         return [measured(stored, weight, statistics) for stored in found]
 
@@ -253,12 +253,12 @@ class Format(ABC):
         return dense_products(gradient, self.decode(stored, stored.dtype), segments)
 
     def tunable(self, stored: Stored) -> Tunable | None:
-        """The weight with what may be trained of it; None if nothing may."""
+        """The weight with its trainable parts; None if it has none."""
         return None
 
     @property
     def activation(self) -> ActivationRule | None:
-        """Rounding of the inputs where the engine rounds them."""
+        """Rounding that the engine applies to the inputs; None if there is none."""
         return None
 
     def rows(self, stored: Stored, start: int, stop: int) -> Stored:

@@ -1,6 +1,6 @@
 """GPTQ for any number of grids at once, and coordinate descent on its codes.
 
-Columns are quantized in turn, and the error of each is made up for by those not yet quantized (Frantar et al.,
+Columns are quantized in turn, and the error of each is compensated by those not yet quantized (Frantar et al.,
 2023). One damped Hessian and one factor of its inverse serve every grid. With ``H + damp I = R R^T`` (R upper
 triangular) the factor is ``U = R^-1``, since ``(H + damp I)^-1 = U^T U``. Within a block of columns corrections are
 applied one by one, to the columns after the block by one matrix product per grid. The corrections satisfy
@@ -50,14 +50,14 @@ _DAMP_GROWTH, _DAMP_ATTEMPTS = 10.0, 8
 
 @dataclass(frozen=True)
 class GPTQResult:
-    """What GPTQ made of one layer, one entry per grid.
+    """Result of GPTQ on one layer, one entry per grid.
 
     Attributes:
         candidates: The quantized weights.
         errors: ``tr(D H D^T)`` of the difference D from the original weight, float64 (K,).
         relative_errors: The same as a part of ``tr(W H W^T)``.
         nearest_errors: The error of rounding to nearest on the same settings.
-        nearest_rows: How many rows were better rounded to nearest, and so are.
+        nearest_rows: Number of rows that are rounded to nearest because that is better.
         damp: The dampening used, as a part of the mean of the Hessian's diagonal.
     """
 
@@ -83,8 +83,8 @@ def gptq(
 ) -> GPTQResult:
     """Quantize a linear layer's weight to each of several grids.
 
-    Every row is returned as GPTQ made it or rounded to nearest, whichever has the smaller error in the norm of the
-    Hessian, so that no candidate is worse than rounding. Results do not depend on which other grids are asked for.
+    Every row is GPTQ's or rounded to nearest, whichever has the smaller error in the norm of the
+    Hessian, so that no candidate is worse than rounding. Results for one grid do not depend on the others.
 
     Args:
         weight: (out, in), any floating-point type; float64 is worked on in float64, all else in float32.
@@ -96,8 +96,8 @@ def gptq(
         block: Most columns that are corrected one by one before the rest is corrected at once.
         clip: Search each group's range, or take the extremes.
         storage_dtype: Type of the scales and of decoded values; that of the weight if not given.
-        sweeps: After GPTQ, pass over all columns at most this often and move each code to where the error is
-            least with all others as they are. Zero is GPTQ proper; a few take about a tenth off the error.
+        sweeps: After GPTQ, pass over all columns at most this often and move each code to the value of least
+            error with all others fixed. Zero is GPTQ proper; a few take about a tenth off the error.
     """
     check_weight(weight)
     if damp < 0 or block < 1 or sweeps < 0:
@@ -112,7 +112,7 @@ def gptq(
     nearest = _round_all(values, grids, settings, diagonal)
     importance = diagonal
     if not act_order:
-        # What an error in a column costs once the columns after it have made up for it as far as they can.
+        # Cost of an error in a column after the later columns have compensated for it as far as possible.
         importance = normalized_importance(factors.inverse_root.diagonal().double() ** -2, values)
     damped = factors.hessian.clone()
     damped.diagonal().add_(factors.shift)
@@ -122,7 +122,7 @@ def gptq(
         solution.codes.append(torch.empty_like(nearest.codes[k]))
         solution.scales.append(nearest.scales[k].clone())
         solution.zeros.append(nearest.zeros[k].clone())
-    # Blocks are cut where groups allow; grids of one group size share them, whichever others are asked for.
+    # Blocks are cut where groups allow; grids of one group size share them.
     sizes = [grid.columns_per_group(values.shape[1]) for grid in grids]
     for size in sorted(set(sizes)):
         members = [k for k, other in enumerate(sizes) if other == size]
@@ -167,16 +167,16 @@ class Factors:
     root: Tensor  # R, upper, in the working type
     inverse_root: Tensor  # U = R^-1
     order: Tensor | None  # column taken at each position, None for the natural order
-    shift: float  # what was added to the diagonal
+    shift: float  # added to the diagonal
     damp: float
 
 
 def factorize(hessian: Tensor, values: Tensor, damp: float, act_order: bool) -> Factors:
-    """Factor the Hessian of a weight with these ``values``, dampened by as much as it takes.
+    """Factor the Hessian of a weight with these ``values``, with as much dampening as needed.
 
     Args:
         hessian: (in, in).
-        values: (out, in), which says type and device.
+        values: (out, in); sets type and device.
         damp: Part of the mean of the diagonal to add to it at least.
         act_order: Whether columns are taken by falling diagonal.
     """
@@ -185,7 +185,7 @@ def factorize(hessian: Tensor, values: Tensor, damp: float, act_order: bool) -> 
         raise ValueError(
             f"A weight of {cols} columns needs a ({cols}, {cols}) Hessian, got {tuple(hessian.shape)}."
         )
-    # Factors are taken in float64 whatever the weights are in; a device without it leaves that to the CPU.
+    # Factors are computed in float64 whatever the type of the weights; on the CPU if the device has no float64.
     place = exact_place(values)
     matrix = hessian.detach().to(device=place, dtype=torch.float64, copy=True)
     if not bool(torch.isfinite(matrix).all()):
@@ -193,7 +193,8 @@ def factorize(hessian: Tensor, values: Tensor, damp: float, act_order: bool) -> 
     diagonal = matrix.diagonal()
     if bool((diagonal < 0).any()):
         raise ValueError(
-            "The Hessian has a negative diagonal entry, so it is not a sum of squares of inputs."
+            "The Hessian has a negative diagonal entry, so it is not a sum of squares of inputs; check how it was "
+            "accumulated."
         )
     dead = diagonal == 0
     mean = float(diagonal.mean()) or 1.0
@@ -205,7 +206,7 @@ def factorize(hessian: Tensor, values: Tensor, damp: float, act_order: bool) -> 
     shift, used = damp * mean, damp
     for _ in range(_DAMP_ATTEMPTS):
         damped = matrix.clone()
-        # An input that was always zero tells nothing: its column is rounded to nearest, alone.
+        # A column whose input was always zero is rounded to nearest, independently of the others.
         damped.diagonal().add_(shift + mean * dead.to(torch.float64))
         # The flipped matrix has a lower factor where this one has an upper.
         lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
@@ -219,7 +220,7 @@ def factorize(hessian: Tensor, values: Tensor, damp: float, act_order: bool) -> 
     else:
         raise ValueError(
             f"The Hessian has no Cholesky factor even with {used:g} times its mean diagonal added; "
-            f"it is not symmetric and positive."
+            f"it must be symmetric and positive semidefinite."
         )
     root = lower.flip(0, 1)
     identity = torch.eye(cols, dtype=root.dtype, device=place)
@@ -255,7 +256,7 @@ def exact_errors(difference: Tensor, factors: Factors, rows: Tensor) -> Tensor:
 
 
 def exact_place(values: Tensor) -> torch.device:
-    """Where float64 can be had: a weight's own device, or the CPU."""
+    """Device for float64 arithmetic: the weight's own, or the CPU if that has no float64."""
     return torch.device("cpu") if values.device.type == "mps" else values.device
 
 
@@ -278,10 +279,10 @@ class Solution:
 
 
 def block_edges(cols: int, group: int, block: int) -> list[int]:
-    """Where blocks end: at most ``block`` columns, and no group that starts inside one reaches past it.
+    """Ends of the blocks: at most ``block`` columns, and no group that starts inside one reaches past it.
 
-    A group's range is fitted when its first column's turn comes, on weights that carry all corrections so far;
-    within a block those are known for the block's own columns alone.
+    A group's range is fitted at its first column, on weights that carry all corrections so far; within a block
+    only the block's own columns carry them.
     """
     edges = [0]
     while edges[-1] < cols:
@@ -305,7 +306,7 @@ def run_columns(
     solution: Solution,
     fit: bool,
 ) -> None:
-    """Fill ``solution`` by the column loop over grids with groups of ``size``; scales are given unless ``fit``."""
+    """Fill ``solution`` by the column loop over grids with groups of ``size``; scales are fitted if ``fit``."""
     cols = values.shape[1]
     order = factors.order
     ordered = values if order is None else values[:, order].contiguous()
@@ -316,7 +317,7 @@ def run_columns(
     if on_fitting_kernels(values, size, settings):
         # Ranges are fitted between launches: a block has at most one group to fit, and that at its start.
         step, block = _columns_triton, min(block, size) if fit else block
-    # Given ranges tie no block to any group.
+    # With given ranges, blocks need not align with groups.
     for start, end in itertools.pairwise(block_edges(cols, size if fit else 1, block)):
         ends = _group_ends(start, end, size, cols) if fit else [0] * (end - start)
         share = factors.inverse_root[start:end, start:end].contiguous()
@@ -330,7 +331,7 @@ def run_columns(
 
 
 def _group_ends(start: int, end: int, size: int, cols: int) -> list[int]:
-    """Per column of a block, where the group that starts there ends; 0 if none does."""
+    """Per column of a block, the end of the group that starts there; 0 if none does."""
     return [min(col + size, cols) if col % size == 0 else 0 for col in range(start, end)]
 
 
@@ -345,7 +346,7 @@ def _columns_compiled(
     settings: FitSettings,
     solution: Solution,
 ) -> list[Tensor]:
-    """Quantize a block of columns for every grid; returns the errors that later columns are to make up for."""
+    """Quantize a block of columns for every grid; returns the errors for later columns to compensate."""
     rows, width = current[0].shape[0], factor.shape[0]
     errors = [torch.empty(rows, width, dtype=factor.dtype) for _ in grids]
     share, columns = factor.numpy(), importance.numpy()
@@ -395,7 +396,7 @@ def _columns_torch(
     settings: FitSettings,
     solution: Solution,
 ) -> list[Tensor]:
-    """The same with all grids in one batch, for devices where each operation has a fixed price."""
+    """The same with all grids in one batch, for devices where each operation has a fixed cost."""
     width = factor.shape[0]
     tile = torch.stack([weight[:, start : start + width] for weight in current])
     scales, zeros, errors = torch.ones_like(tile), torch.zeros_like(tile), torch.empty_like(tile)
@@ -511,7 +512,7 @@ def descend(
         for start in range(0, cols, block):
             share = damped[start : start + block, start : start + block].contiguous()
             changes = step(residual, share, start, grid, settings, codes, scales, zeros, losses)
-            # On a CPU it pays to skip blocks that have settled; elsewhere asking would stall the device.
+            # On a CPU it pays to skip unchanged blocks; on a GPU the check would wait for the device.
             if not residual.is_cpu or bool(changes.any()):
                 residual.addmm_(changes, damped[start : start + block], alpha=-1.0)
         if torch.equal(before, losses):
@@ -638,7 +639,7 @@ def _keep_better(
             loss = solution.losses[k] if part is solution else root_losses(difference, factors)
             kinds.append((difference, loss, size.to(solution.losses)))
         (ours, our_loss, our_size), (theirs, their_loss, their_size) = kinds
-        # Losses are in the norm of the damped Hessian; the promise is about the Hessian itself.
+        # Losses are in the norm of the damped Hessian; the guarantee is for the Hessian itself.
         our_error = our_loss - factors.shift * our_size
         their_error = their_loss - factors.shift * their_size
         doubtful = (our_error - their_error).abs() <= _CLEAR_MARGIN * (our_loss + their_loss)

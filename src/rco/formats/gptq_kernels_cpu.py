@@ -1,7 +1,7 @@
 """Compiled CPU loops over the columns of a block: GPTQ, and coordinate descent on its codes.
 
-Rows are independent, so a tile of them is carried side by side in whole vectors; the columns of a block, which are
-not, are taken in turn.
+Rows are independent, so a tile of rows is processed at once in whole vectors; the columns of a block depend on each
+other and are processed in turn.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rco.formats.rounding_kernels_cpu import fit_group, round_to_storage
 __all__ = ["TILE", "descend_columns", "gptq_columns"]
 
 TILE = 64
-"""Rows that the column loop carries side by side: whole vectors, and a block of columns fits L2."""
+"""Rows that the column loop processes at once: whole vectors, and a block of columns fits L2."""
 
 
 @numba.njit(nogil=True)
 def _correct(tile: Any, errors: Any, factor: Any, first: int, last: int) -> None:
-    """Take what columns ``first`` to ``last`` (four, or fewer at the end) got wrong out of those after ``last``."""
+    """Subtract the errors of columns ``first`` to ``last`` (at most four) from those after ``last``."""
     width = tile.shape[0]
     if last - first == 4:
         # Four at a time: each later column is then read and written once instead of four times.
@@ -76,13 +76,13 @@ def gptq_columns(
         fits: Per column of the block, the end of the group that is to be fitted there, or 0.
         bits: Width of a code.
         symmetric: Whether the zero point is fixed.
-        storage: Which type the scales are stored in.
+        storage: Type the scales are stored in.
         limits: Smallest and largest scale, in the type of the weights.
         search: Settings of the range search.
         scales: (rows, groups), read or written.
         zeros: (rows, groups), read or written.
         codes: (rows, in), written.
-        errors: (rows, width), written: what columns after the block are to be corrected by.
+        errors: (rows, width), written: corrections for the columns after the block.
         losses: (rows,), added to: squared error in the norm of the damped Hessian.
     """
     number = weight.dtype.type
@@ -139,7 +139,7 @@ def gptq_columns(
                 step = np.rint(min(max(column[r] / scale[r], -zero[r]), top - zero[r]))
                 decoded[r] = step * scale[r]
                 miss[r] = step + zero[r]
-            # The error is that of what a checkpoint decodes to: later columns make up for its rounding too.
+            # The error is that of the decoded value, so later columns compensate for its rounding too.
             round_to_storage(decoded, storage)
             pivot = factor[j, j]
             for r in range(TILE):
@@ -171,7 +171,7 @@ def descend_columns(
     changes: Any,
     losses: Any,
 ) -> None:
-    """Move each code of a block of columns to where the error is least, all other codes as they are.
+    """Move each code of a block of columns to the value of least error, all other codes fixed.
 
     Args:
         residual: ``(W - Q) H`` of the damped Hessian, (rows, in), as it was before the block.
@@ -179,11 +179,11 @@ def descend_columns(
         start: First column of the block.
         group: Columns per group.
         bits: Width of a code.
-        storage: Which type the scales are stored in.
+        storage: Type the scales are stored in.
         scales: (rows, groups).
         zeros: (rows, groups).
         codes: (rows, in), updated.
-        changes: (rows, width), written: by how much decoded values moved.
+        changes: (rows, width), written: changes of the decoded values.
         losses: (rows,), added to: the change of the squared error, never positive.
     """
     number = residual.dtype.type

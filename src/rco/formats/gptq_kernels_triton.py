@@ -1,8 +1,8 @@
 """GPU kernels for making candidates: range search, the columns of GPTQ, and coordinate descent on codes.
 
 Each is the loop of the same name in :mod:`rco.formats.rounding_kernels_cpu` or :mod:`rco.formats.gptq_kernels_cpu`,
-with rows side by side. Columns depend on each other and are walked in turn inside one kernel, so that a block of
-columns is one launch; as separate operations every column would be a dozen.
+with rows in parallel. Columns depend on each other and are processed in turn inside one kernel, so that a block of
+columns takes one launch; as separate operations every column would take a dozen.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _fit_kernel(
         scale = _stored(tl.div_rn(whole, tl.full((ROWS,), 0.0, tl.float32) + top), lowest, highest, STORAGE)
         zero = _rint(tl.minimum(tl.maximum(tl.div_rn(-least, scale), 0.0), top))
     smallest = _error(values, share, scale, -zero, top - zero)
-    # Rounding noise must not decide between trials that are equally good, or exact.
+    # Rounding noise must not decide between trials that are equally good or exact.
     floor = tl.sum(share * values * values, axis=1) * FLOOR
     used = size > 0
     for i in range(trials):
@@ -154,7 +154,7 @@ def _columns_kernel(
         here = (column == j)[None, :]
         value = tl.sum(tl.where(here, tile, 0.0), axis=1)
         step = _rint(tl.minimum(tl.maximum(tl.div_rn(value, scale), -zero), top - zero))
-        # The error is that of what a checkpoint decodes to: later columns make up for its rounding too.
+        # The error is that of the decoded value, so later columns compensate for its rounding too.
         decoded = (step * scale).to(STORAGE).to(tl.float32)
         pivot = tl.load(factor + j * width + j)
         miss = tl.div_rn(value - decoded, tl.zeros((ROWS,), tl.float32) + pivot)
@@ -275,7 +275,7 @@ def columns(
     codes: Tensor,
     losses: Tensor,
 ) -> Tensor:
-    """Quantize the columns of one block in turn on given ranges; returns the errors (rows, width) to make up for.
+    """Quantize the columns of one block in turn on given ranges; returns the errors (rows, width).
 
     Args:
         weight: Current weights, float32 (rows, in).
@@ -313,7 +313,7 @@ def descend(
     codes: Tensor,
     losses: Tensor,
 ) -> Tensor:
-    """Move each code of a block of columns to where the error is least; returns by how much values moved.
+    """Move each code of a block of columns to the value of least error; returns the changes of the values.
 
     Args:
         residual: ``(W - Q) H`` of the damped Hessian, float32 (rows, in), as it was before the block.

@@ -1,4 +1,4 @@
-"""The Hessian of a linear layer's output error, gathered from the inputs that the layer sees."""
+"""The Hessian of a linear layer's output error, accumulated from the layer's inputs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["HessianAccumulator"]
 
 
 class HessianAccumulator:
-    """Streams a layer's inputs into ``H = 2/n sum x x^T`` over the n tokens that count.
+    """Accumulates a layer's inputs into ``H = 2/n sum x x^T`` over the n tokens that count.
 
     Args:
         features: Number of input features.
         dtype: Type that products are formed and summed in.
-        device: Where the sum is held; inputs are brought there.
+        device: Device of the sum; inputs are copied there.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class HessianAccumulator:
 
         Args:
             inputs: (..., features).
-            mask: Booleans (...) that say which tokens count; all of them if not given.
+            mask: Booleans (...), true for tokens that count; all of them if not given.
         """
         if inputs.shape[-1] != self.features:
             raise ValueError(f"Expected inputs of {self.features} features, got shape {tuple(inputs.shape)}.")
@@ -45,7 +45,7 @@ class HessianAccumulator:
         self.tokens += flat.shape[0]
 
     def merge(self, other: HessianAccumulator) -> None:
-        """Add what another accumulator has seen of the same layer."""
+        """Add the tokens of another accumulator of the same layer."""
         if other.features != self.features:
             raise ValueError(f"Cannot merge {other.features} features into {self.features}.")
         self.total += other.total.to(device=self.total.device, dtype=self.total.dtype)
@@ -59,5 +59,7 @@ class HessianAccumulator:
             )
         result = self.total / self.tokens
         if not bool(torch.isfinite(result).all()):
-            raise ValueError("The layer's inputs held NaN or infinite values, so its Hessian is not finite.")
+            raise ValueError(
+                "The layer's inputs held NaN or infinite values; check the model and the calibration data."
+            )
         return result

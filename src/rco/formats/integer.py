@@ -58,7 +58,7 @@ def packed_words(cols: int, bits: int) -> int:
 
 
 def on_triton_path(tensor: Tensor) -> bool:
-    """Whether the GPU kernels serve this tensor's device; without them torch operations do, more slowly."""
+    """Whether the GPU kernels support this tensor's device; otherwise torch operations are used, more slowly."""
     return tensor.is_cuda and _has_triton()
 
 
@@ -86,7 +86,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     rows, cols = codes.shape
     units = -(-cols // 32)
     words = torch.zeros(rows, units, bits, dtype=torch.int32, device=codes.device)
-    # Thirty-two codes fill exactly `bits` words; the i-th code of every unit sits at the same place in it.
+    # Thirty-two codes fill exactly `bits` words; the i-th code of every unit is at the same position in it.
     for i in range(min(32, cols)):
         value = codes[:, i::32].to(torch.int32)
         count = value.shape[1]
@@ -152,7 +152,7 @@ class IntegerGrid(Format):
 
     @property
     def name(self) -> str:
-        """Such as ``int3-g64``, ``int4-g128-sym`` or ``int8-channel``."""
+        """The name, such as ``int3-g64``, ``int4-g128-sym`` or ``int8-channel``."""
         group = "channel" if self.group_size is None else f"g{self.group_size}"
         return f"int{self.bits}-{group}" + ("-sym" if self.symmetric else "")
 
@@ -171,7 +171,7 @@ class IntegerGrid(Format):
         return f"{self.bits} bits {grid}, {groups}"
 
     def on(self, columns: int) -> IntegerGrid:
-        """The grid as it is written for rows of that length: a group of the whole row is one scale per channel."""
+        """The grid that is written for rows of that length: a group of the whole row is one scale per channel."""
         if self.group_size is not None and self.group_size >= columns:
             return IntegerGrid(self.bits, None, self.symmetric)
         return self
@@ -185,7 +185,7 @@ class IntegerGrid(Format):
         return -(-columns // self.columns_per_group(columns))
 
     def layout(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorLayout]:
-        """Packed codes, scales, zero points where there are some, and the shape of the weight."""
+        """Packed codes, scales, zero points if the grid has them, and the shape of the weight."""
         rows, columns = shape
         groups = self.groups(columns)
         tensors = {
@@ -217,7 +217,7 @@ class IntegerGrid(Format):
     def encode(
         self, weight: Tensor, statistics: Tensor | None = None, *, settings: EncodeSettings | None = None
     ) -> PackedWeight:
-        """GPTQ where there are statistics of the inputs, else rounding to nearest."""
+        """Encode by GPTQ if there are statistics of the inputs, else by rounding to nearest."""
         return packed_weight(self.encode_all([self], weight, statistics, settings=settings)[0].stored)
 
     @classmethod
@@ -229,7 +229,7 @@ class IntegerGrid(Format):
         *,
         settings: EncodeSettings | None = None,
     ) -> list[Encoded]:
-        """GPTQ on one Hessian for all grids at once, or rounding to nearest."""
+        """Encode by GPTQ on one Hessian for all grids at once, or by rounding to nearest."""
         from rco.formats.gptq import gptq
         from rco.formats.rounding import round_to_nearest
 
@@ -262,13 +262,13 @@ class IntegerGrid(Format):
         return out
 
     def inner_products(self, stored: Stored, gradient: Tensor, segments: int = 1) -> Tensor:
-        """By the fused kernels; the decoded matrix is never whole in memory."""
+        """Inner products by the fused kernels, which never hold the whole decoded matrix."""
         from rco.formats.products import inner_products
 
         return inner_products(gradient, [packed_weight(stored)], segments).view(segments)
 
     def tunable(self, stored: Stored) -> TunableGrid:
-        """Scales and offsets of the codes."""
+        """The weight with trainable scales and offsets of the codes."""
         return TunableGrid(packed_weight(stored))
 
 
@@ -327,18 +327,18 @@ class PackedWeight(Stored):
 
     @cached_property
     def _decoders(self) -> dict[torch.dtype, Callable[[Tensor], None] | None]:
-        """How a GPU decodes it, by the type of the result; None where no kernel does."""
+        """GPU decoders by the type of the result; None where no kernel supports it."""
         return {}
 
     @cached_property
     def operands(self) -> CompiledOperands:
-        """How compiled code reads it, where it is in host memory."""
+        """The weight as operands of the compiled kernels, if it is in host memory."""
         return CompiledOperands.of(
             self.packed, self.scales, self.zeros, self.bits, self.shape[1], self.group_size
         )
 
     def decode(self, out: Tensor) -> None:
-        """Write the decoded matrix to ``out``, which is known to be of its shape and where it is."""
+        """Write the decoded matrix to ``out``, which must have its shape and device."""
         if out.is_contiguous() and on_triton_path(out):
             if out.dtype not in self._decoders:
                 from rco.formats import integer_kernels_gpu
@@ -348,7 +348,7 @@ class PackedWeight(Stored):
             if decoder is not None:
                 decoder(out)
                 return
-        # Through float32 to bfloat16, a float64 product would be rounded twice.
+        # A float64 product converted to bfloat16 through float32 would be rounded twice.
         direct = (torch.float32, torch.float64) + (
             () if self.scales.dtype == torch.float64 else (torch.bfloat16,)
         )

@@ -1,13 +1,14 @@
-"""The GPU kernels of :mod:`rco.formats.integer_kernels_triton` for what a search meets: bfloat16, regular shapes.
+"""The GPU kernels of :mod:`rco.formats.integer_kernels_triton` for bfloat16 and regular shapes.
 
-Where rows and groups are whole runs of columns (of 128 to decode, of 32 to meet a gradient), the matrix is one flat
-run and needs no rows, columns or masks. Two codes at a time are written into the low bits of a pair of bfloat16
-numbers 128 + code, so that one subtraction and one product decode both, rounded exactly as a checkpoint decodes.
-That takes half of float32's instructions, and these kernels are bound by instructions as much as by memory.
+These are the usual case of a search. If rows and groups are whole runs of columns (of 128 to decode, of 32 for
+inner products), the matrix is one flat run and needs no rows, columns or masks. Two codes at a time are written
+into the low bits of a pair of bfloat16 numbers 128 + code, so that one subtraction and one product decode both,
+rounded exactly as a checkpoint decodes. That takes half of float32's instructions, and these kernels are bound by
+instructions as much as by memory.
 
-To decode, a thread takes eight neighbouring columns (an *octet*, ``bits`` bytes of codes), which it writes in one
-go. To meet options with a gradient it takes 32 (a *unit*, ``bits`` whole words), whose codes lie at fixed places in
-their words: nothing is shifted by a variable amount, and a scale is fetched once for all of them.
+To decode, a thread takes eight neighbouring columns (an *octet*, ``bits`` bytes of codes), which it writes at
+once. For inner products it takes 32 (a *unit*, ``bits`` whole words), whose codes lie at fixed positions in their
+words: no shift is by a variable amount, and a scale is loaded once for all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _WARPS = 4
 _DECODE_COUNT = 8  # segments of one step of a program: one octet per thread
 _DOT_COUNT = 128  # units of one step of a program: one per thread
 _PROGRAMS_PER_CORE = 6
-_REGISTERS: int | None = None  # per thread, as the compiler likes
+_REGISTERS: int | None = None  # per thread; None: chosen by the compiler
 
 # Registers of the assembly below: $G inputs that the caller numbers, named ones declared in the block.
 _SPLIT = {
@@ -60,7 +61,7 @@ def _pair(bits: int, source: str, target: str, zero: str, scale: str) -> str:
 
 
 def _byte_pair(source: str, first: int, target: str, zero: str, scale: str) -> str:
-    """The same for two of the four bytes of a register: eight bits are one too many for the trick with bfloat16."""
+    """The same for two of the four bytes of a register: eight-bit codes do not fit a bfloat16 mantissa."""
     return (
         f"prmt.b32 t, {source}, 0x4B000000, 0x754{first}; mov.b32 a, t;"  # the bits of 2^23 + code in float32
         f" prmt.b32 t, {source}, 0x4B000000, 0x754{first + 1}; mov.b32 b, t;"
@@ -118,7 +119,7 @@ _SINGLE = (1, 2, 3, 5, 7)  # widths whose words are loaded one by one
 def _dot_assembly(bits: int) -> str:
     """A running sum plus 32 products, from (sum, 8 x gradient, words, zero, scale).
 
-    Words come as the kernel loads them: two at a time for 4, 6 and 8 bits, else singly.
+    Words are passed as the kernel loads them: two at a time for 4, 6 and 8 bits, else singly.
     """
     lines, words = ["mov.f32 sum, $1;"], []
     if bits == DENSE:
@@ -153,7 +154,7 @@ def _dot_constraints(bits: int) -> str:
     return ",".join(["=f", "f", *"l" * 8, *("r" * bits if bits in _SINGLE else "l" * (bits // 2)), "r", "r"])
 
 
-# By width, so that a kernel finds its own.
+# By width of a code.
 _WIDTHS = range(DENSE + 1)
 _DECODE = tl.constexpr(tuple(_decode_assembly(bits) if bits in _SPLIT else "" for bits in _WIDTHS))
 _DOT = tl.constexpr(tuple(_dot_assembly(bits) if bits in (*_SPLIT, DENSE) else "" for bits in _WIDTHS))
@@ -181,7 +182,7 @@ def _words(codes, index, octet, BITS: tl.constexpr, OCTETS: tl.constexpr):
 def _scale_and_zero(
     scales, zeros, index, RATIO: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr
 ):  # fmt: skip
-    """Scale and negative zero point in the form that the assembly takes."""
+    """Scale and negative zero point as operands of the assembly."""
     place = index // RATIO
     scale = tl.load(scales + place).to(tl.uint16, bitcast=True).to(tl.uint32)
     if SYMMETRIC:
@@ -217,7 +218,7 @@ def _decode_kernel(
 
 @triton.jit
 def _copy_words(source, out, segments, COUNT: tl.constexpr, WORDS: tl.constexpr):
-    """Copy the segments of one program, of so many words of 64 bits each."""
+    """Copy the segments of one program, of ``WORDS`` words of 64 bits each."""
     index = tl.program_id(0) * COUNT + tl.arange(0, COUNT)[:, None]
     place = index.to(tl.int64) * WORDS + tl.arange(0, WORDS)[None, :]
     inside = index < segments
@@ -230,7 +231,7 @@ def _decode_chosen_kernel(
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, RATIO: tl.constexpr,
     COUNT: tl.constexpr, OCTETS: tl.constexpr,
 ):  # fmt: skip
-    """Decode the segments of one program; so many programs share a choice."""
+    """Decode the segments of one program at the choice of its part of the rows."""
     chosen = tl.load(choices + tl.program_id(0) // programs)
     for k in tl.static_range(len(BITS)):
         if chosen == k:
@@ -246,7 +247,7 @@ def _decode_chosen_kernel(
 
 @triton.jit
 def _consecutive(place, COUNT: tl.constexpr):
-    """The words from each place on."""
+    """``COUNT`` consecutive words from each position."""
     found = ()
     for i in tl.static_range(COUNT):
         found = found + (tl.load(place + i),)
@@ -301,12 +302,12 @@ def _inner_products_kernel(
 
 
 def decodes(dtype: torch.dtype, operands: Sequence[Operand], group: int, shape: tuple[int, int]) -> bool:
-    """Whether :func:`decoder` takes this matrix and a result of this type."""
+    """Whether :func:`decoder` supports this matrix and a result of this type."""
     return _regular(dtype, operands, group, shape, SEGMENT)
 
 
 def multiplies(dtype: torch.dtype, operands: Sequence[Operand], group: int, shape: tuple[int, int]) -> bool:
-    """Whether :func:`multiplier` takes these options and a gradient of this type."""
+    """Whether :func:`multiplier` supports these options and a gradient of this type."""
     return _regular(dtype, operands, group, shape, _UNIT)
 
 
@@ -329,7 +330,7 @@ def _regular(
 
 
 def decoder(operand: Operand, group: int, shape: tuple[int, int]) -> Callable[[Tensor], None]:
-    """What writes the decoded matrix to a place that starts at a multiple of 16 bytes."""
+    """Kernel that writes the decoded matrix to memory aligned to 16 bytes."""
     segments = shape[0] * shape[1] // SEGMENT
     launch = _decode_kernel[(triton.cdiv(segments, _DECODE_COUNT),)]
     codes, scales = operand.codes, operand.scales
@@ -347,7 +348,7 @@ def decoder(operand: Operand, group: int, shape: tuple[int, int]) -> Callable[[T
 
 
 def decodes_parts(shape: tuple[int, int], parts: int) -> bool:
-    """Whether :func:`chosen_decoder` takes a choice for each of so many parts of the rows: no program has two."""
+    """Whether :func:`chosen_decoder` supports that many parts of the rows: no program may span two."""
     return parts == 1 or (
         shape[0] % parts == 0 and shape[0] // parts * shape[1] % (SEGMENT * _DECODE_COUNT) == 0
     )
@@ -356,9 +357,9 @@ def decodes_parts(shape: tuple[int, int], parts: int) -> bool:
 def chosen_decoder(
     operands: Sequence[Operand], group: int, shape: tuple[int, int], parts: int = 1
 ) -> Callable[[Tensor, Tensor], None]:
-    """What writes the operand that a number on the device picks for each part of the rows.
+    """Kernel that decodes, for each part of the rows, the operand whose index is on the device.
 
-    Places start at multiples of 16 bytes.
+    The output must be aligned to 16 bytes.
     """
     segments = shape[0] * shape[1] // SEGMENT
     programs = triton.cdiv(segments, _DECODE_COUNT)
@@ -377,10 +378,10 @@ def chosen_decoder(
 
 
 def _described(operands: Sequence[Operand]) -> tuple[list[tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Where codes, scales and zeros of all operands are, and their widths and kinds of grid as constants.
+    """Addresses of codes, scales and zeros of all operands; their widths and kinds of grid as constants.
 
-    As plain numbers: examining that many tensors would take a launch longer than most layers compute. Whoever uses
-    them holds the operands.
+    Addresses are plain numbers: examining that many tensors would take longer than most layers compute. The caller
+    must keep the operands alive.
     """
     zeros = [operand.scales if operand.zeros is None else operand.zeros for operand in operands]
     tables = [[operand.codes for operand in operands], [operand.scales for operand in operands], zeros]
@@ -394,7 +395,7 @@ def _described(operands: Sequence[Operand]) -> tuple[list[tuple[int, ...]], dict
 def multiplier(
     operands: Sequence[Operand], group: int, shape: tuple[int, int], parts: int, device: torch.device
 ) -> Callable[[Tensor], Tensor]:
-    """What meets all operands with a gradient: float64 (K,), or (K, parts) with each part of the rows by itself."""
+    """Kernel of ``<G, W_k>`` for all operands: float64 (K,), or (K, parts) for each part of the rows."""
     units = shape[0] * shape[1] // _UNIT // parts
     steps = triton.cdiv(units, _DOT_COUNT)
     programs = min(steps, max(1, _PROGRAMS_PER_CORE * multiprocessors(device) // parts))

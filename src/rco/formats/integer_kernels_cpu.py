@@ -43,13 +43,13 @@ __all__ = [
 ]
 
 ROUND_NONE, ROUND_BFLOAT16, ROUND_HALF = 0, 1, 2
-"""How a decoded product is rounded to its storage type; float32 and float64 need nothing beyond the product."""
+"""Rounding of a decoded product to its storage type; float32 and float64 need none beyond the product."""
 
 _SUM_SPAN = 256
 """Longest run that is summed in the gradient's own precision before it joins the float64 total of the row."""
 
 REASSOCIATE = {"reassoc", "contract", "nsz"}
-"""What sums need to be vectorised. Functions that round by adding and subtracting must not have it."""
+"""Compiler flag that lets sums be vectorised; not for functions that round by adding and subtracting."""
 
 
 def _make_unpacker(bits: int) -> Any:
@@ -66,7 +66,7 @@ def _make_unpacker(bits: int) -> Any:
     above_four, above_two, above_one = np.uint64(4 * bits), np.uint64(16 - 2 * bits), np.uint64(8 - bits)
 
     def unpack_row(stream: Any, cols: int, codes: Any) -> None:
-        # Eight codes fill exactly `bits` bytes, so each unit starts on a byte whatever the width.
+        # Eight codes fill exactly `bits` bytes, so each unit starts on a byte at any width.
         for unit in range(cols // 8):
             word = np.uint64(0)
             for byte in range(bits):
@@ -84,8 +84,7 @@ def _make_unpacker(bits: int) -> Any:
                 value |= np.uint64(stream[(start >> 3) + 1]) << np.uint64(8)
             codes[col] = np.uint8((value >> np.uint64(start & 7)) & mask)
 
-    # Compiled code is linked by name, also with code from numba's cache: functions of one name would take each
-    # other's place there.
+    # Compiled code is linked by name, also with code from numba's cache, so every function needs its own name.
     unpack_row.__name__ = unpack_row.__qualname__ = f"unpack_{bits}_bits"
     return numba.njit(nogil=True)(unpack_row)
 
@@ -139,7 +138,7 @@ def as_half(value: Any) -> Any:
 
 def _grid_at(scales: Any, zeros: Any, group: int) -> Any:
     """Scale and zero point of a group as floats."""
-    raise NotImplementedError("compiled code alone")
+    raise NotImplementedError("Only callable from compiled code.")
 
 
 @numba.extending.overload(_grid_at)
@@ -223,7 +222,7 @@ def decode_bfloat16(codes: Any, scales: Any, zeros: Any, group: int, rounding: i
 
 @numba.njit(nogil=True, fastmath=REASSOCIATE)
 def _dot_codes(gradient: Any, codes: Any, scales: Any, zeros: Any, group: int, rounded: bool) -> float:
-    """``<gradient, decoded row>`` with values used where they are made, never written."""
+    """``<gradient, decoded row>`` without writing the decoded values to memory."""
     total = 0.0
     for g in range(scales.shape[0]):
         scale, zero = _grid_at(scales, zeros, g)
@@ -281,7 +280,7 @@ def over_rows(rows: int, row_work: int, task: Callable[[int, int], None], row_by
         row_bytes: If given, ranges are cut so that this much per row stays within a core's cache.
     """
     threads = torch.get_num_threads() if rows * row_work >= _PARALLEL_WORK else 1
-    # As many ranges for every thread: of three, one of two threads would have two.
+    # The same number of ranges for every thread.
     turns = max(1, -(-rows * row_bytes // (_CACHE_BYTES * threads)))
     span = max(1, -(-rows // (threads * turns)))
     ranges = [(start, min(start + span, rows)) for start in range(0, rows, span)]
@@ -295,18 +294,18 @@ def over_rows(rows: int, row_work: int, task: Callable[[int, int], None], row_by
 
 @cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Threads of a process; a forked child, where the parent's do not run, makes its own."""
+    """Threads of a process; a forked child makes its own, since the parent's do not run there."""
     return ThreadPoolExecutor(threads, thread_name_prefix="rco-rows")
 
 
 def on_compiled_path(tensor: Tensor) -> bool:
-    """Whether the compiled kernels serve this tensor; they read int32 words as little-endian bytes."""
+    """Whether the compiled kernels support this tensor; they read int32 words as little-endian bytes."""
     return tensor.device.type == "cpu" and sys.byteorder == "little"
 
 
 @dataclass(frozen=True)
 class CompiledOperands:
-    """A packed weight as compiled code takes it: where it can be, the weight's own memory.
+    """A packed weight as operands of compiled code, sharing the weight's memory if possible.
 
     Attributes:
         stream: Bytes of the codes, (rows, bytes).
@@ -315,7 +314,7 @@ class CompiledOperands:
         bits: Width of a code.
         cols: Codes of a row.
         group_size: Columns that share a scale.
-        rounding: How decoded values are rounded.
+        rounding: Rounding of decoded values.
     """
 
     stream: NDArray[np.uint8]
@@ -345,7 +344,7 @@ class CompiledOperands:
         return cls(stream, scales.numpy(), points, bits, cols, group_size, rounding)
 
     def joined(self, together: int) -> CompiledOperands:
-        """The same with so many neighbouring rows as one (see :func:`joined_rows`)."""
+        """The same with ``together`` neighbouring rows as one (see :func:`joined_rows`)."""
         if together not in self._joined:
             parts = (self.stream, self.scales, self.zeros)
             stream, scales, zeros = (part.reshape(len(part) // together, -1) for part in parts)
@@ -366,7 +365,7 @@ def _midpoints(bits: int, rows: int, groups: int) -> NDArray[np.uint8]:
 
 
 def joined_rows(grids: Sequence[CompiledOperands], height: int) -> int:
-    """How many neighbouring rows the compiled kernels may take as one, so that short rows do not cost a call each.
+    """Number of neighbouring rows that the compiled kernels may treat as one, to save calls for short rows.
 
     Rows whose codes fill whole words and whose groups are whole follow each other without a gap. The number divides
     ``height``, within which rows belong together.
@@ -413,7 +412,7 @@ def products_compiled(gradient: Tensor, grids: Sequence[CompiledOperands | None]
     listed = [(sums[k], each.joined(together)) for k, each in enumerate(grids) if each is not None]
 
     def task(a: int, b: int) -> None:
-        # All options of a range of rows in turn: that part of the gradient is read from memory once.
+        # All options of a range of rows in turn, so that part of the gradient is read from memory once.
         part = source[a:b]
         for found, each in listed:
             dot_float(

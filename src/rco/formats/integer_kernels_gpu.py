@@ -1,4 +1,4 @@
-"""Which GPU kernel serves a packed weight: the one for regular bfloat16 matrices, or the general one."""
+"""Choice of the GPU kernel for a packed weight: the one for regular bfloat16 matrices, or the general one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Option = PackedWeight | Tensor | None
 
 
 def _takes(dtype: torch.dtype, options: Sequence[Option], shape: tuple[int, int]) -> bool:
-    """Whether the kernels take gradients (or decoded matrices) of this type and shape and these options."""
+    """Whether the kernels support gradients (or decoded matrices) of this type and shape and these options."""
     if dtype not in _DTYPES or not shape[0] * shape[1]:
         return False
     for option in options:
@@ -34,10 +34,10 @@ def _takes(dtype: torch.dtype, options: Sequence[Option], shape: tuple[int, int]
 
 
 def decoder(weight: PackedWeight, dtype: torch.dtype) -> Callable[[Tensor], None] | None:
-    """What decodes a weight to contiguous matrices of a type; None if no kernel serves it.
+    """Kernel that decodes a weight to contiguous matrices of a type; None if no kernel supports it.
 
-    Everything that is known beforehand is worked out here: most launches take the GPU less time than it takes the
-    host to look at a weight.
+    All preparation happens here, once: most launches take the GPU less time than the host needs to inspect a
+    weight.
     """
     if not _takes(dtype, [weight], weight.shape):
         return None
@@ -56,10 +56,10 @@ def decoder(weight: PackedWeight, dtype: torch.dtype) -> Callable[[Tensor], None
 def chosen_decoder(
     options: Sequence[PackedWeight | Tensor], dtype: torch.dtype, shape: tuple[int, int], parts: int = 1
 ) -> Callable[[Tensor, Tensor], None] | None:
-    """What decodes the option that a number on the device picks; None if no kernel serves these options.
+    """Kernel that decodes the option whose index is on the device; None if no kernel supports these options.
 
-    The number is read when the kernel runs, so that what was recorded once may run again with another choice. There
-    is one for each of ``parts`` of the rows.
+    The index is read when the kernel runs, so a recorded launch can be replayed with another choice. There is one
+    index for each of ``parts`` of the rows.
     """
     groups = {option.group_size for option in options if isinstance(option, PackedWeight)}
     if len(groups) != 1 or not _takes(dtype, options, shape):
@@ -77,9 +77,9 @@ def chosen_decoder(
 def multiplier(
     options: Sequence[Option], parts: int, dtype: torch.dtype, shape: tuple[int, int], device: torch.device
 ) -> Callable[[Tensor], Tensor] | None:
-    """What meets all options with contiguous gradients of a type and a shape; None if no kernel serves them.
+    """Kernel of ``<G, W_k>`` for all options and contiguous gradients G; None if no kernel supports them.
 
-    It gives products in float64: (K,), or (K, parts) with one per part of the rows; zero for options that are None.
+    The products are in float64: (K,), or (K, parts) with one per part of the rows; zero for options that are None.
     """
     if not _takes(dtype, options, shape):
         return None
@@ -89,7 +89,7 @@ def multiplier(
         if isinstance(option, PackedWeight):
             by_group.setdefault(option.group_size, []).append((index, _operand(option)))
         elif option is not None:
-            # A dense option has no groups: it goes along with the first packed one.
+            # A dense option has no groups, so the group size of the first packed one applies.
             group = groups[0] if groups else shape[1]
             by_group.setdefault(group, []).append((index, _dense_operand(option)))
     launches, places = [], []

@@ -1,9 +1,9 @@
-"""GPU kernels on packed weights: decode one option into a buffer, and meet all options with a gradient at once.
+"""GPU kernels on packed weights: decode one option, and inner products of a gradient with all options.
 
-Both walk a matrix in segments: runs of consecutive columns of one row that share a scale. Codes are taken four at
+Both process a matrix in segments: runs of consecutive columns of one row that share a scale. Codes are read four at
 a time (a *quad*): four codes of up to eight bits lie in two neighbouring words at most, so a thread loads one or
-two words where single codes would take one or two each. Bfloat16 matrices of regular shape, which is what a
-search meets, have kernels of their own in :mod:`rco.formats.integer_kernels_bfloat16`; those here take all others.
+two words where single codes would take one or two each. Bfloat16 matrices of regular shape, the usual case
+of a search, have their own kernels in :mod:`rco.formats.integer_kernels_bfloat16`; those here handle all others.
 
 Every option's value is rounded to the type its scales are stored in, as a checkpoint decodes it; products with the
 gradient are summed in float32 within a program, and over programs in float64, in a fixed order.
@@ -44,7 +44,7 @@ _PROGRAMS_PER_CORE = 8
 
 @dataclass(frozen=True)
 class Operand:
-    """One option as the kernels take it.
+    """One option as operands of the kernels.
 
     Attributes:
         codes: Packed codes, int32 (rows, words); the matrix itself if ``bits`` is :data:`DENSE`.
@@ -169,7 +169,7 @@ def _inner_products_kernel(
 
 
 def decoder(operand: Operand, group: int, shape: tuple[int, int]) -> Callable[[Tensor], None]:
-    """What writes the decoded matrix to a contiguous one of any floating-point type but float64."""
+    """Kernel that writes the decoded matrix to a contiguous one of any floating-point type but float64."""
     rows, cols = shape
     segment = segment_width(group, cols)
     count, per_row = _ELEMENTS // segment, triton.cdiv(cols, segment)
@@ -190,7 +190,7 @@ def decoder(operand: Operand, group: int, shape: tuple[int, int]) -> Callable[[T
 def multiplier(
     operands: Sequence[Operand], group: int, shape: tuple[int, int], parts: int, device: torch.device
 ) -> Callable[[Tensor], Tensor]:
-    """What meets all operands with a gradient: float64 (K,), or (K, parts) with each part of the rows by itself."""
+    """Kernel of ``<G, W_k>`` for all operands: float64 (K,), or (K, parts) for each part of the rows."""
     rows, cols = shape[0] // parts, shape[1]
     segment = segment_width(group, cols)
     count, per_row = _ELEMENTS // segment, triton.cdiv(cols, segment)
@@ -217,7 +217,7 @@ def multiplier(
 
 
 def partial_sums(operands: int, programs: int, parts: int) -> tuple[int, ...]:
-    """Shape of what the programs of a multiplication write."""
+    """Shape of the partial sums of a multiplication's programs."""
     return (programs, operands) if parts == 1 else (parts, programs, operands)
 
 

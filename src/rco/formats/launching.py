@@ -1,4 +1,4 @@
-"""Where Triton launches its kernels."""
+"""Device of Triton's kernel launches."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _HERE = nullcontext()
 
 
 def launching_at(tensor: Tensor) -> AbstractContextManager[object]:
-    """Inside, kernels are launched on the GPU that holds a tensor.
+    """Context in which kernels are launched on the GPU that holds a tensor.
 
-    Triton by itself launches on the current GPU, wherever the arguments are: the layers of a model that is spread
-    over several would be decoded by the first of them, while the one that needs the result does not wait for it.
+    By default Triton launches on the current GPU, wherever the arguments are: all layers of a model that is spread
+    over several GPUs would be decoded on the first, and the GPU that needs the result would not wait for it.
     """
     return torch.cuda.device(tensor.device) if _several_gpus() else _HERE
 

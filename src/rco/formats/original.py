@@ -22,7 +22,7 @@ class Original(Format):
 
     @classmethod
     def parse(cls, name: str) -> Original | None:
-        """The format, if it is meant."""
+        """The format, if that is its name."""
         return cls() if name == "original" else None
 
     def layout(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorLayout]:

@@ -1,7 +1,7 @@
-"""Inner products of a gradient with every option of a layer: what a search needs of its options.
+"""Inner products of a gradient with every option of a layer.
 
-Integer grids and dense matrices are met in one fused pass over the gradient. Any other format gives its inner
-product by itself, one option after the other, so that at most one of them is dense at a time.
+Integer grids and dense matrices take one fused pass over the gradient. Any other format computes its inner product
+itself, one option after the other, so that at most one of them is dense at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 def unwrapped(option: Option) -> Option:
-    """The option, a stored original as its dense matrix."""
+    """The option, or its dense matrix if it is a stored original."""
     if isinstance(option, Stored) and option.format == ORIGINAL:
         return option.tensors["weight"]
     return option
@@ -39,8 +39,8 @@ def inner_products(gradient: Tensor, options: Sequence[Option | None], segments:
     Args:
         gradient: Gradient of the loss with respect to the layer's effective weight, (out, in).
         options: Stored weights, dense matrices, or None for an option whose weight is zero.
-        segments: The rows are so many matrices of equal height, one below the other (experts), and each gets
-            its own products.
+        segments: Number of matrices of equal height that the rows consist of (experts); each has its own
+            products.
 
     Returns:
         (K,) one number per option on the gradient's device, in float64 (float32 where the device has no float64);
@@ -50,10 +50,10 @@ def inner_products(gradient: Tensor, options: Sequence[Option | None], segments:
 
 
 class OptionProducts:
-    """The products of :func:`inner_products` for the same options and one gradient after the other.
+    """The products of :func:`inner_products` for fixed options and many gradients.
 
-    Everything that depends on the options alone is worked out once: on a GPU most layers' products take less time
-    than looking at their options does.
+    Everything that depends on the options alone is prepared once: on a GPU most layers' products take less time
+    than inspecting their options.
 
     Args:
         options: As for :func:`inner_products`.

@@ -1,4 +1,4 @@
-"""A weight that is taken out of the model and counts as zero."""
+"""A weight that is removed from the model and counts as zero."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["REMOVED", "Removed"]
 
 @dataclass(frozen=True)
 class Removed(Format):
-    """No tensor at all."""
+    """A removed weight: no tensor is stored."""
 
     family = "removed"
     name = "removed"
@@ -22,22 +22,22 @@ class Removed(Format):
 
     @classmethod
     def parse(cls, name: str) -> Removed | None:
-        """The format, if it is meant."""
+        """The format, if that is its name."""
         return cls() if name == "removed" else None
 
     def layout(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorLayout]:
-        """Nothing."""
+        """No tensors."""
         return {}
 
     def encode(
         self, weight: Tensor, statistics: Tensor | None = None, *, settings: EncodeSettings | None = None
     ) -> Stored:
-        """Nothing but the shape."""
+        """Only the shape."""
         rows, columns = weight.shape
         return Stored(self, (rows, columns), {})
 
     def decode(self, stored: Stored, dtype: torch.dtype) -> Tensor:
-        """Zeros on the CPU; a removed weight is on no device."""
+        """Zeros on the CPU, as a removed weight has no device."""
         return torch.zeros(stored.shape, dtype=dtype)
 
     def decode_into(self, stored: Stored, out: Tensor) -> None:

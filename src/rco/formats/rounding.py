@@ -41,10 +41,10 @@ _CHUNK_CODES = 1 << 22
 
 @dataclass(frozen=True)
 class FitSettings:
-    """How ranges are fitted.
+    """Settings of the range fit.
 
     Attributes:
-        clip: By search, or by the extremes.
+        clip: Fit by search, or by the extremes.
         storage_dtype: Type of the scales.
         signed_scales: Let the scales of a symmetric grid be negative, so that its extra level can be on the
             positive side. Decoding is the same product; at 2 bits this takes a sixth off the squared error.
@@ -62,7 +62,7 @@ class FitSettings:
 
     @property
     def storage(self) -> int:
-        """The compiled kernels' name of the storage type."""
+        """Code of the storage type in the compiled kernels."""
         return _STORAGE[self.storage_dtype]
 
     def limits(self, grid: IntegerGrid, working: torch.dtype) -> tuple[float, float]:
@@ -80,7 +80,7 @@ class FitSettings:
 
 
 def check_weight(weight: Tensor) -> None:
-    """Refuse what cannot be quantized, naming what is wrong."""
+    """Raise an error for a weight that cannot be quantized."""
     if weight.ndim != 2 or not weight.dtype.is_floating_point or not weight.numel():
         raise ValueError(
             f"Expected a floating-point matrix (out, in), got {weight.dtype} of shape {tuple(weight.shape)}."
@@ -111,7 +111,7 @@ def normalized_importance(importance: Tensor | None, weight: Tensor) -> Tensor:
         raise ValueError("importance must be finite and not negative.")
     if largest == 0:
         return torch.ones_like(importance)
-    # A column that never mattered must still have a say over nothing but its like.
+    # A lower bound, so that groups of unimportant columns are fitted too.
     return (importance / largest).clamp_min(1e-9)
 
 
@@ -123,7 +123,7 @@ def fit_groups(
     Args:
         weight: Float32 or float64 (rows, in).
         grid: The grid to fit.
-        settings: How to fit it.
+        settings: Settings of the fit.
         importance: Weight of each column's squared error, (in,).
     """
     rows, cols = weight.shape
@@ -284,7 +284,7 @@ def round_to_nearest(
 def _fit_torch(
     values: Tensor, grid: IntegerGrid, settings: FitSettings, importance: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The fit of one group with torch operations, for devices that the compiled kernels do not serve."""
+    """The fit of one group with torch operations, for devices without compiled kernels."""
     chunk = max(1, _CHUNK_ELEMENTS // (values.shape[1] * 3 * _STEPS_SYMMETRIC))
     parts = [
         _fit_torch_rows(values[start : start + chunk], grid, settings, importance)

@@ -1,7 +1,8 @@
 """Compiled CPU loops that fit the ranges of integer grids.
 
 Arithmetic is in the type of the weights given, float32 or float64. Scales are rounded to the type they will be
-stored in before any code is computed from them, so that what is measured here is what a checkpoint decodes to.
+stored in before any code is computed from them, so that the errors measured here are those of the decoded
+checkpoint.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def fit_group(
     # Rounding noise must not decide between trials that are equally good, or exact.
     floor = _square_sum(values, importance) * number(NOISE_FLOOR)
     keep = number(1 - NOISE_MARGIN)
-    # A symmetric grid has one level more below zero than above; the sign of its scale says which way that points.
+    # A symmetric grid has one level more below zero than above; the sign of its scale sets on which side.
     outward = number(-1) if symmetric and search[3] != 0 and most > -least else number(1)
     for i in range(steps):
         shrink = number(1) - number(i) * number(1 - search[1]) / number(max(steps - 1, 1))
@@ -172,7 +173,7 @@ def fit_rows(
 
 @numba.njit(nogil=True)
 def round_to_storage(values: Any, storage: int) -> None:
-    """Round values in place to what a checkpoint of that type would hold."""
+    """Round values in place to the storage type of a checkpoint."""
     if storage == STORE_BFLOAT16:
         for j in range(values.shape[0]):
             values[j] = as_bfloat16(values[j])

@@ -1,6 +1,6 @@
-"""Matrices of one shape and scheme below each other in one packed weight: the experts of a layer.
+"""Stacks of matrices of one shape and format in one packed weight: the experts of a layer.
 
-What is done to a whole stack takes one pass per option, however many matrices it holds.
+Operations on a stack take one pass per option, however many matrices it holds.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def stack_rows(weights: Sequence[StoredT]) -> StoredT:
 
 
 class ChosenSegments:
-    """Which option every matrix of a stack takes, sorted out once for all passes that decode it.
+    """Option of every matrix of a stack, sorted once for all passes that decode it.
 
     Args:
         choices: (segments,) option of every matrix.
         order: :func:`by_option` of the choices.
-        places: The same where the stack is.
+        places: ``order`` on the stack's device.
 
     Attributes:
         order: (segments,) matrices in the order of their options.
-        places: The same where the stack is.
+        places: ``order`` on the stack's device.
         runs: (option, start, stop) of each option that is chosen, in that order.
     """
 
@@ -52,13 +52,13 @@ class ChosenSegments:
 
     @classmethod
     def sent(cls, choices: NDArray[np.int64], device: torch.device) -> ChosenSegments:
-        """The choices for a stack on a device."""
+        """The choices, with their order copied to a stack's device."""
         order = by_option(choices)
         return cls(choices, order, send(torch.from_numpy(order), device))
 
     @property
     def options(self) -> list[int]:
-        """Those that at least one matrix takes."""
+        """Options that at least one matrix takes."""
         return [k for k, _, _ in self.runs]
 
 
@@ -115,7 +115,7 @@ def _segments_of(weight: PackedWeight, places: Tensor, segments: int) -> PackedW
 def _decode_chosen(
     weights: Sequence[PackedWeight], chosen: Sequence[NDArray[np.int64]], rows: int, out: Tensor
 ) -> None:
-    """Decode the chosen segments of every weight to their own places, as one job: threads start once for all."""
+    """Decode the chosen segments of every weight in one job, so that threads start only once."""
     if not weights:
         return
     together = joined_rows([weight.operands for weight in weights], rows)

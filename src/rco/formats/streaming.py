@@ -1,9 +1,9 @@
-"""Options that live in host memory and come to the GPU when a layer needs them, a little ahead of time.
+"""Options in host memory that are copied to the GPU shortly before a layer needs them.
 
-A search asks for the same options in the same order in every sample: the chosen one of each layer in the forward
+A search requests the same options in the same order in every sample: the chosen one of each layer in the forward
 pass, all of each layer in the backward pass (of experts, each of which has its own choice, all in both).
-:class:`OptionStream` remembers that order and copies what comes next on a stream of its own while the present layer
-computes. Device memory is a few buffers, whatever the model's size.
+:class:`OptionStream` records that order and copies the next options on its own CUDA stream while the present layer
+computes. It needs a few buffers of device memory, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["STREAM_SLOTS", "OptionStream", "StreamedOptions", "activation_rules"
 StoredT = TypeVar("StoredT", bound=Stored)
 
 _ALIGNMENT = 256
-_AHEAD = 2  # requests in flight beside the present one
+_AHEAD = 2  # requests copied ahead of the present one
 STREAM_SLOTS = _AHEAD + 2  # buffers on the device
 
 
@@ -36,18 +36,20 @@ class _Request:
 
 
 class OptionStream:
-    """Brings the packed options of a model's layers to a device, one request ahead of the next.
+    """Copies the packed options of a model's layers to a device ahead of their use.
 
     Args:
-        device: Where the options are needed.
+        device: Device that uses the options.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._layers: list[StreamedOptions] = []
-        self._order: list[tuple[int, bool]] = []  # layer and whether all options were asked for, as last seen
+        self._order: list[
+            tuple[int, bool]
+        ] = []  # layer, and whether all options were requested, in the last pass
         self._position = 0
-        self._latest: _Request | None = None  # what was fetched last, and is still there
+        self._latest: _Request | None = None  # the last request, whose data is still valid
         self._copies: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._slots: list[Tensor | None] = [None] * STREAM_SLOTS
         self._arrived: dict[int, tuple[_Request, torch.cuda.Event]] = {}  # by position
@@ -60,8 +62,8 @@ class OptionStream:
         return streamed
 
     def restart(self) -> None:
-        """Begin a pass; to be called when other options have been chosen, so that the first are under way."""
-        # What was fetched for positions that were never reached belongs to the previous choices.
+        """Begin a pass; call it after choosing other options, so that the first copies start."""
+        # Data fetched for positions that were never reached belongs to the previous choices.
         self._position, self._latest = 0, None
         self._arrived.clear()
         if self._order:
@@ -70,7 +72,7 @@ class OptionStream:
                 self._prefetch(position)
 
     def fetch(self, layer: int, option: int | None) -> list[Stored | None]:
-        """The packed options asked for, for what is launched on the device before the next request; others None."""
+        """The requested packed options, valid for launches before the next request; others None."""
         position, request = self._position, _Request(layer, option)
         if request == self._latest:
             return self._layers[layer].views(self._slot(position - 1), option)
@@ -80,7 +82,7 @@ class OptionStream:
             self._copy(position, request)
         seen = (layer, option is None)
         if position < len(self._order) and self._order[position] != seen:
-            del self._order[position:]  # another kind of pass: learn it anew from here
+            del self._order[position:]  # another kind of pass: record it anew from here
         if position == len(self._order):
             self._order.append(seen)
         for ahead in range(position + 1, min(position + 1 + _AHEAD, len(self._order))):
@@ -89,7 +91,7 @@ class OptionStream:
         return self._layers[layer].views(self._slot(position), option)
 
     def _leave(self, position: int) -> None:
-        """Note that everything launched so far, up to the use of a position's slot, precedes what comes."""
+        """Record an event after the last use of a position's slot."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         self._left[position] = event
@@ -127,7 +129,7 @@ class OptionStream:
         slot = self._slots[index]
         if slot is None or slot.numel() < size:
             slot = self._slots[index] = torch.empty(size, dtype=torch.uint8, device=self.device)
-            # The memory may have been another tensor's, which launched kernels still read.
+            # The memory may have belonged to a tensor that launched kernels still read.
             self._copies.wait_stream(torch.cuda.current_stream(self.device))
             slot.record_stream(self._copies)
         return slot
@@ -138,7 +140,7 @@ class StreamedOptions(Sequence[Option]):
 
     Attributes:
         host: All packed options in one pinned buffer.
-        choice: The option that the next forward pass will ask for, if it is known.
+        choice: The option that the next forward pass will request, if known.
     """
 
     def __init__(self, stream: OptionStream, index: int, options: Sequence[Option]) -> None:
@@ -151,7 +153,7 @@ class StreamedOptions(Sequence[Option]):
         parts = [part for option in self._options if isinstance(option, Stored) for part in _parts(option)]
         if not parts:
             raise ValueError(
-                "There is no packed option to stream; a layer of dense options stays on the device."
+                "There is no packed option to stream; keep a layer of dense options on the device."
             )
         self.host = torch.empty(0, dtype=torch.uint8).set_(parts[0].untyped_storage())
 
@@ -174,7 +176,7 @@ class StreamedOptions(Sequence[Option]):
 
     @property
     def device(self) -> torch.device:
-        """Where options are used."""
+        """Device that uses the options."""
         return self._stream.device
 
     @property
@@ -213,7 +215,7 @@ class StreamedOptions(Sequence[Option]):
 
 
 def pinned(options: Sequence[StoredT]) -> list[StoredT]:
-    """The same weights, their parts side by side in one buffer of pinned host memory."""
+    """The same weights in one contiguous buffer of pinned host memory."""
     sizes = [-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for option in options for part in _parts(option)]
     host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     place, moved = 0, []
@@ -230,7 +232,7 @@ def pinned(options: Sequence[StoredT]) -> list[StoredT]:
 def pinned_together(
     options: Mapping[str, Mapping[str, StoredT]],
 ) -> dict[str, dict[str, StoredT]]:
-    """The same by the names of weights and options, all in one buffer: what a layer fetches at once."""
+    """The same by the names of weights and options, all in one buffer that a layer fetches at once."""
     moved = iter(pinned([option for listed in options.values() for option in listed.values()]))
     return {name: {label: next(moved) for label in listed} for name, listed in options.items()}
 

@@ -2,8 +2,8 @@
 
 With gates ``g`` (one per option) the layer computes ``y = x @ (sum_k g_k W_k).T + b``. At a one-hot ``g`` the
 forward pass needs the chosen ``W`` alone, and the derivative with respect to ``g_k`` is ``<G, W_k>`` where
-``G`` is the gradient of the effective weight: one matrix, formed once, meets all K options in their packed
-form. So nothing dense is kept per option, and nothing dense at all outlives the layer's forward or backward.
+``G`` is the gradient of the effective weight: one matrix, formed once, for the inner products with all K
+options in their packed form. No option is kept dense, and no dense matrix outlives the layer's forward or backward.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = [
 
 
 class WeightBuffer:
-    """Memory for one dense weight at a time, handed from layer to layer.
+    """Memory for one dense weight at a time, shared by layers.
 
-    Whoever asks for a weight overwrites the previous one: a returned tensor is valid until the next request.
+    Each request overwrites the previous weight: a returned tensor is valid until the next request.
     The layers of one model may share a buffer because they run one after the other.
     """
 
@@ -64,17 +64,17 @@ class WeightBuffer:
         return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._views.clear()
         self._flat.clear()
 
 
 class LayerOptions:
-    """A layer's options, and what is worked out about them once.
+    """A layer's options, with everything that is prepared for them once.
 
     Args:
         options: K weights of one shape.
-        parts: Matrices below each other in every one of them, each with a choice and products of its own.
+        parts: Number of stacked matrices in each of them, each with its own choice and products.
 
     Attributes:
         rules: Rounding of the inputs under each option.
@@ -96,7 +96,7 @@ class LayerOptions:
 
     def products(self, active: tuple[bool, ...] | None) -> OptionProducts:
         """Inner products with the active options."""
-        if self.streamed is not None:  # elsewhere every time
+        if self.streamed is not None:  # at another address every time
             return OptionProducts(_only(self.streamed.all(), active), self.parts)
         found = self._products.get(active)
         if found is None:
@@ -104,7 +104,7 @@ class LayerOptions:
         return found
 
     def chosen_decoder(self, dtype: torch.dtype) -> Callable[[Tensor, Tensor], None] | None:
-        """A kernel that decodes the option that a number on the device picks for each part; None if none does."""
+        """Kernel that decodes, for each part, the option whose index is on the device; None if there is none."""
         if dtype not in self._chosen:
             self._chosen[dtype] = None
             fused = (
@@ -133,14 +133,14 @@ def _only(options: Sequence[Option], active: tuple[bool, ...] | None) -> Sequenc
 
 @dataclass(frozen=True)
 class Selection:
-    """Which option a switchable layer uses.
+    """The option that a switchable layer uses.
 
     Args:
         choice: Index of the option whose gate is one.
         gate: (K,) gates, needed for a gradient.
         active: Options to compute a gate gradient for; the others get exactly zero. None: all of them.
-        place: () the choice as a number on the layer's device, which is then read there instead: what is launched
-            with it may be launched again with another.
+        place: () the choice as a tensor on the layer's device, which the kernels then read instead, so that a
+            recorded launch can be replayed with another choice.
     """
 
     choice: int
@@ -196,10 +196,10 @@ def _weight(options: LayerOptions, selection: Selection, dtype: torch.dtype) -> 
 
 
 class SwitchableLinear(nn.Module):
-    """Stands in for a linear layer and applies one of its compressed options.
+    """Replacement of a linear layer that applies one of its compressed options.
 
     Options are not parameters: the state dict is empty, and the original weight is referred to, not copied.
-    ``noise`` (out, in) is added to whichever option is selected, for those who ask what a disturbance does.
+    ``noise`` (out, in) is added to the selected option, to measure the effect of a perturbation.
 
     Args:
         options: K stored weights of shape (out, in), in any formats; None stands for the original weight.
@@ -207,7 +207,7 @@ class SwitchableLinear(nn.Module):
         bias: The layer's own bias.
         transposed: Whether the original layer computes ``x @ W`` (as ``Conv1D`` in GPT-2).
         buffer: Memory for one dense weight, usually shared by all layers of a model.
-        stream: Keeps the stored options in host memory and brings them to the GPU when they are needed.
+        stream: Keeps the stored options in host memory and copies them to the GPU when they are needed.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class SwitchableLinear(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the options are used."""
+        """Device that uses the options."""
         return self._known.device
 
     @property
@@ -266,8 +266,8 @@ class SwitchableLinear(nn.Module):
             return self.options.packed_bytes
         return sum(option.nbytes for option in self.options if not isinstance(option, Tensor))
 
-    def follows_places(self, dtype: torch.dtype) -> bool:
-        """Whether it can read its choice where it is, and so be recorded, computing in a type."""
+    def supports_device_choice(self, dtype: torch.dtype) -> bool:
+        """Whether the layer can read its choice from the device, and so be recorded, when computing in a type."""
         return self.noise is None and self._known.chosen_decoder(dtype) is not None
 
     def select(
@@ -279,9 +279,9 @@ class SwitchableLinear(nn.Module):
     ) -> None:
         """Use option ``choice`` from now on.
 
-        ``choice`` is the index of the gate that is one. It is passed as a number because reading it off the
-        gate would make the host wait for the device. A ``gate`` that requires grad receives ``<G, W_k>``.
-        ``place`` is the same number where the layer is, for launches that are recorded.
+        ``choice`` is the index of the gate that is one. It is passed as a number because reading it from
+        the gate would make the host wait for the device. A ``gate`` that requires grad receives ``<G, W_k>``.
+        ``place`` is the same number as a tensor on the layer's device, for recorded launches.
         """
         selection = Selection(choice, gate, None if active is None else tuple(map(bool, active)), place)
         _check(self.options, selection)
@@ -381,8 +381,8 @@ def _gate_gradient(weight_gradient: Tensor, options: LayerOptions, selection: Se
 def _outer(grad_y: Tensor, x: Tensor) -> Tensor:
     """``grad_y.T @ x``, accumulated in float32 at least.
 
-    On a GPU a bfloat16 gradient is returned as such, as in training: what its rounding adds to ``<G, W_k - W_j>``
-    is 0.1 % of that difference's own spread, and in float32 it would take twice the memory traffic.
+    On a GPU a bfloat16 gradient is returned as bfloat16, as in training: its rounding changes ``<G, W_k - W_j>`` by
+    0.1 % of that difference's own spread, and float32 would take twice the memory traffic.
     """
     if x.dtype not in (torch.bfloat16, torch.float16) or (x.is_cuda and x.dtype == torch.bfloat16):
         return grad_y.t() @ x
@@ -404,7 +404,7 @@ def _dense(
         if decode is None:
             raise ValueError(
                 f"No kernel decodes these options of shape {options.shape} to {dtype} by a choice on {device}; "
-                "select them by the choice alone."
+                "select them by the choice on the host."
             )
         out = buffer.take(options.shape, dtype, device)
         decode(selection.place, out)
@@ -418,7 +418,7 @@ def _dense(
 def _fresh(options: LayerOptions, selection: Selection, dtype: torch.dtype) -> Tensor:
     with torch.no_grad():
         weight = _dense(options, selection, dtype, options.device, WeightBuffer())
-        # An alias: autograd must not mark the original weight as a result of its own.
+        # An alias, so that autograd does not mark the original weight as the output of a function.
         return weight.detach()
 
 

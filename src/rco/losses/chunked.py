@@ -2,8 +2,8 @@
 
 Logits are tokens x vocabulary; for a modern model that is far more memory than the model's activations.
 Here they exist only for one chunk of tokens at a time: the loss *and* its gradient with respect to the hidden
-states (and to the output layer, when that is wanted) are formed while a chunk's logits are at hand, so that
-the backward pass has nothing left to do but scale.
+states (and to the output layer, if required) are computed while a chunk's logits are in memory, so
+that the backward pass only scales.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def chunked_kl(
     """KL(reference || student), averaged over the counted tokens.
 
     Differentiable with respect to the student's hidden states and head; the reference is a constant and may
-    live on another device (it is fetched chunk by chunk).
+    be on another device (it is copied chunk by chunk).
 
     Args:
         student_hidden: (tokens, hidden), or any leading shape.
@@ -94,8 +94,8 @@ def chunked_cross_entropy(
     """Negative log-likelihood of ``targets``, averaged over the counted tokens (or summed).
 
     ``targets`` has the leading shape of ``hidden`` and is already aligned with it: position t holds the token
-    that hidden state t predicts. Targets of positions that the mask leaves out are not looked at. They are checked
-    where they are: given in host memory, like the mask, nobody waits for the device.
+    that hidden state t predicts. Targets of masked-out positions are ignored. Targets are checked on their own
+    device: with targets and mask in host memory, the host does not wait for the GPU.
     """
     job, flat = _cross_entropy_job(hidden, head, targets, mask, chunk_tokens)
     return _reduce(job, flat, head, reduction)
@@ -152,7 +152,7 @@ class _Workspace:
 
 @dataclass(frozen=True)
 class _Job:
-    """Everything a pass needs apart from the tensors that autograd must see."""
+    """Inputs of a pass except the tensors that autograd tracks."""
 
     criterion: _Criterion
     workspace: _Workspace
@@ -266,7 +266,7 @@ class _Divergence:
     ) -> tuple[Tensor, Tensor | None]:
         top = reference.topk(top_k, dim=1).indices
         reference_top, student_top = reference.gather(1, top), student.gather(1, top)
-        # The tail's mass from its own terms: one minus the top's would lose all its digits.
+        # The tail's mass is summed from its own terms: one minus the top's mass would lose all digits.
         reference_tail = reference.scatter_(1, top, -torch.inf).logsumexp(1, keepdim=True)
         student_tail = student.scatter_(1, top, -torch.inf).logsumexp(1, keepdim=True)
         values = (reference_top.exp() * (reference_top - student_top)).sum(1)
@@ -296,7 +296,7 @@ class _NegativeLogLikelihood:
         return values, scores.exp_().scatter_add_(1, targets, minus_one)
 
 
-# --- Checks at the door ---
+# --- Checks of the arguments ---
 
 
 def _kl_job(
@@ -343,7 +343,7 @@ def _cross_entropy_job(
     if low < 0 or high >= head.vocabulary:
         raise ValueError(
             f"targets must lie in 0..{head.vocabulary - 1}, got values from {low} to {high}; "
-            "leave positions without a target out through the mask."
+            "mask out positions without a target."
         )
     chunk_tokens, workspace = _prepare(flat, head, _wide(flat, head.weight), count, chunk_tokens)
     criterion = _NegativeLogLikelihood(send(targets.reshape(-1), flat.device), workspace)
@@ -354,7 +354,7 @@ def _prepare(
     hidden: Tensor, head: Head, dtype: torch.dtype, count: int, chunk_tokens: int | None
 ) -> tuple[int, _Workspace]:
     if chunk_tokens is None:
-        # A GPU needs more rows to be busy: twice as many took three quarters of the time on an H200.
+        # A GPU is better used by more rows: twice as many took three quarters of the time on an H200.
         chunk_tokens = chunk_length(head.vocabulary, dtype, LOGITS_BYTES * (2 if hidden.is_cuda else 1))
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}.")
@@ -372,12 +372,12 @@ def _flatten(hidden: Tensor, head: Head) -> Tensor:
 
 
 def _at_head(hidden: Tensor, head: Head) -> Tensor:
-    """Where the head is: in a model that is spread, one tied to the embedding is on the first device."""
+    """Hidden states on the head's device; in a model over several, a tied head is on the first."""
     return hidden.to(head.weight.device)
 
 
 def _counted(mask: Tensor | None, hidden: Tensor) -> tuple[Tensor | None, int]:
-    """Positions that count (None: all) and how many they are."""
+    """Positions that count (None: all) and their number."""
     total = hidden.shape[:-1].numel()
     if mask is None:
         if total == 0:

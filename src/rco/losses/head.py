@@ -63,12 +63,12 @@ class Head:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a gradient of the head itself is wanted."""
+        """Whether a gradient of the head itself is required."""
         return self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
 
     @torch.no_grad()
     def probabilities(self, hidden: Tensor) -> Tensor:
-        """(tokens, vocabulary) in float32, for as many tokens as :func:`chunk_length` says at a time."""
+        """(tokens, vocabulary) in float32, for at most :func:`chunk_length` tokens at a time."""
         logits = hidden.float() @ self.weight.float().T
         if self.bias is not None:
             logits += self.bias
@@ -91,7 +91,7 @@ def sample_tokens(hidden: Tensor, head: Head, generator: torch.Generator) -> Ten
 
 
 def _native_mixed(a: Tensor, b: Tensor) -> bool:
-    """Whether the device multiplies these halves into float32 by itself."""
+    """Whether the device multiplies these half-precision tensors into float32 natively."""
     return a.is_cuda and a.dtype == b.dtype and a.dtype in _HALF
 
 

@@ -1,7 +1,7 @@
-"""Putting switchable layers into a model and taking them out again, and checkpointing its blocks.
+"""Temporary replacement of a model's layers by switchable ones, and checkpointing of its blocks.
 
-Everything here is a context manager: on the way out, also after an exception, the model is the one that came in,
-module for module and flag for flag.
+Everything here is a context manager: on exit, also after an exception, all modules and flags of the model are
+restored.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _ONE_HOT_TOLERANCE = 1e-6  # straight-through gates carry rounding of this size 
 def make_switchable(
     module: nn.Module, options: Sequence[Stored | None], stream: OptionStream | None = None
 ) -> SwitchableLinear:
-    """The stand-in for an ``nn.Linear`` or a transformers ``Conv1D``; None is the module's own weight.
+    """The switchable replacement of an ``nn.Linear`` or ``Conv1D``; None is the module's own weight.
 
     With a ``stream`` the packed options are kept in host memory.
     """
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         raise TypeError(f"Only linear layers can be switchable, got {type(module).__name__}.")
-    # Conv1D is known by name so that models without it need not import it.
+    # Conv1D is recognised by name so that models without it need not import it.
     transposed = type(module).__name__ == "Conv1D"
     if not transposed and not isinstance(module, nn.Linear):
         raise TypeError(f"Only nn.Linear and Conv1D can be switchable, got {type(module).__name__}.")
@@ -56,7 +56,7 @@ class GatedModel:
     Args:
         model: The model with the layers in place.
         modules: Layer name -> switchable layer.
-        stream: What brings their options from host memory, if they are there.
+        stream: The stream that copies their options from host memory, if they are there.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class GatedModel:
         choices: list[int] | None = None,
         recorded: bool = False,
     ) -> list[int]:
-        """Let every layer use the option that its row of the gates picks.
+        """Set every layer to the option chosen by its row of the gates.
 
         Args:
             gates: (N, K); rows are one-hot and may carry gradient. Unless ``choices`` are given they are read here,
-                which waits for the device that they are on.
+                which waits for their device.
             group_of: Layer name -> row, for every switchable layer. Layers that share a row share the choice, and
                 their gradients add.
-            active: (N, K) bool, options whose gradient is wanted; the others get exactly zero.
-            choices: What :func:`gate_choices` read off the gates, where the caller has done so already.
-            recorded: The layers read their choices off the gates when they run, so that what they launch may be
-                recorded and launched again with other gates; see :meth:`recordable`.
+            active: (N, K) bool, options that need a gradient; the others get exactly zero.
+            choices: The result of :func:`gate_choices`, if the caller has it already.
+            recorded: The layers read their choices from the gates when they run, so that their launches can be
+                recorded and replayed with other gates; see :meth:`recordable`.
 
         Returns:
             The choice of every row.
@@ -113,13 +113,13 @@ class GatedModel:
         return choices
 
     def recordable(self, dtype: torch.dtype) -> bool:
-        """Whether :meth:`set_gates` takes ``recorded``, the model computing in a type."""
-        return all(module.follows_places(dtype) for module in self.modules.values())
+        """Whether :meth:`set_gates` supports ``recorded`` when the model computes in a type."""
+        return all(module.supports_device_choice(dtype) for module in self.modules.values())
 
     def _rows_on(self, device: torch.device, gates: Tensor, group_of: Mapping[str, int]) -> dict[int, Tensor]:
-        """The rows that layers of a device follow, there."""
-        # One unbind for all layers of a device: the gradient is put together once, not once per layer. Rows of
-        # experts, of which there may be thousands, are left out: each would be a Python object for nothing.
+        """Rows of the gates for the layers of a device, on that device."""
+        # One unbind for all layers of a device: the gradient is assembled once, not once per layer. Rows of
+        # experts, of which there may be thousands, are left out: each would be an unused Python object.
         dtype = torch.float32 if device.type == "mps" else gates.dtype
         there = send(gates.to(dtype), device)
         rows = tuple(sorted({group_of[name] for name, each in self.modules.items() if each.device == device}))
@@ -130,7 +130,7 @@ class GatedModel:
         return dict(zip(rows, there.unbind(), strict=True))
 
     def clear(self) -> None:
-        """Forget the gates (and with them any graph they belong to); every layer keeps its choice."""
+        """Drop the gates, and any autograd graph that they belong to; every layer keeps its choice."""
         for module in self.modules.values():
             module.selection = Selection(module.selection.choice)
 
@@ -150,7 +150,9 @@ class GatedModel:
         count, options = gates.shape
         for name, module in self.modules.items():
             if not 0 <= group_of[name] < count:
-                raise ValueError(f"Layer {name!r} asks for row {group_of[name]} of {count} rows of gates.")
+                raise ValueError(
+                    f"Layer {name!r} has row {group_of[name]} of the gates; rows are 0 to {count - 1}."
+                )
             if len(module.options) != options:
                 raise ValueError(
                     f"Layer {name!r} has {len(module.options)} options, the gates have {options} columns."
@@ -172,12 +174,12 @@ def switchable_model(
     """Replace the named layers of a model for the duration of the context.
 
     All of them share one buffer for dense weights. With ``freeze`` the model is also in evaluation mode and none of
-    its parameters asks for a gradient, so that a backward pass computes what the gates need and nothing else.
+    its parameters requires a gradient, so that a backward pass computes only what the gates need.
 
     Args:
-        model: Any module; its layers come back on the way out.
-        modules: Name, as in ``model.named_modules()``, -> stand-in (see :func:`make_switchable`).
-        freeze: Freeze the parameters and switch to evaluation mode meanwhile.
+        model: Any module; its layers are restored on exit.
+        modules: Name, as in ``model.named_modules()``, -> switchable layer (see :func:`make_switchable`).
+        freeze: Freeze the parameters and switch to evaluation mode inside the context.
         stream: The stream that the layers were made with, if their options are in host memory.
     """
     places = [(*_locate(model, name), module) for name, module in modules.items()]
@@ -199,7 +201,7 @@ def switchable_model(
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[nn.Module]:
-    """Evaluation mode and no parameter gradients; every flag is as before afterwards."""
+    """Context in evaluation mode without parameter gradients; all flags are restored on exit."""
     training = [(module, module.training) for module in model.modules()]
     wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -216,7 +218,7 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def parked(weights: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Keep some weights in host memory meanwhile: a search over packed options never reads them.
+    """Context that keeps some weights in host memory, since a search over packed options never reads them.
 
     Weights that other modules share (a tied output layer) must not be among them.
     """
@@ -233,11 +235,11 @@ def parked(weights: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def checkpointed_blocks(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Let each block keep only its input and compute the rest again in the backward pass.
+    """Context in which each block keeps only its input and recomputes the rest in the backward pass.
 
     The choices of linears are those of the forward pass even if they have changed since, so that the losses of
     several assignments may be summed before one backward pass; those of experts are the present ones. Without
-    gradients the blocks run as they are. Switchable layers must be in place before.
+    gradients the blocks run unchanged. Install switchable layers before.
     """
     with ExitStack() as stack:
         for block in blocks:
@@ -256,7 +258,7 @@ def _checkpointing(block: nn.Module, forward: Callable[..., Any]) -> Callable[..
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # By trait rather than by name: some architectures pass the cache by position.
+        # Recognised by its type, not by name: some architectures pass the cache by position.
         if any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values())):
             raise ValueError(
                 f"A checkpointed {type(block).__name__} would write to its key-value cache twice; "
@@ -274,7 +276,7 @@ def _checkpointing(block: nn.Module, forward: Callable[..., Any]) -> Callable[..
             finally:
                 _restore(switchable, current)
 
-        # Random numbers are worth their bookkeeping only where something draws them.
+        # The state of random numbers is saved only if something draws them.
         return checkpoint(replay, *args, use_reentrant=False, preserve_rng_state=block.training, **kwargs)
 
     return run
@@ -296,7 +298,7 @@ def _locate(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def gate_choices(gates: Tensor) -> list[int]:
-    """The option that each row of the gates (N, K) picks."""
+    """The option chosen by each row of the gates (N, K)."""
     values = gates.detach().cpu()
     indices = values.argmax(1)
     target = torch.zeros_like(values).scatter_(1, indices.unsqueeze(1), 1.0)

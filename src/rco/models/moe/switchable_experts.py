@@ -1,6 +1,6 @@
 """Experts that can each take any of K options (packed, original or removed), with a gradient for every option.
 
-A layer's experts are two stacks of matrices: gate and up below each other, and down. An option is one packed weight
+A layer's experts are two stacks of matrices: gate above up, and down. An option is one packed weight
 for a whole stack, so that a layer of hundreds of experts is decoded in one launch on a GPU (elsewhere in a pass per
 option) and multiplied in one grouped product. The weight gradients ``G`` are formed once, stacked as well; one pass
 over ``G`` gives ``<G, W_k>`` for every expert, projection and option from the packed form.
@@ -42,10 +42,10 @@ class ExpertOptions:
         up: K options for gate and up projection, packed (experts x 2 x inner, width) with an expert's up below its
             gate; None for the layer's own weights.
         down: The same for the down projection, (experts x width, inner).
-        pruned: Index of the option that removes an expert. It decodes as the layer's own weights, those of the
-            expert if it came back.
+        pruned: Index of the option that removes an expert. It decodes as the layer's own weights, which the
+            expert would have if it were kept.
         buffer: Memory for the dense weights of one layer, usually shared by all.
-        stream: Brings the packed options of both stacks from host memory, where they then are.
+        stream: Keeps the packed options of both stacks in host memory and copies them to the device.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ExpertOptions:
         self.buffer = buffer if buffer is not None else WeightBuffer()
         self.up, self.down = tuple(up), tuple(down)
         own = expert_weights(layer.experts)
-        # No reference to the weights: if only packed options are read, they may leave the device.
+        # No reference to the weights: if only packed options are read, they may be moved to host memory.
         self.device, self._activate, self._biases = own.up.device, own.activate, (own.up_bias, own.down_bias)
         self._remembered: tuple[list[tuple[int, torch.dtype]], list[LayerOptions]] | None = None
         stacks = original_stacks(layer)
@@ -85,7 +85,7 @@ class ExpertOptions:
 
     @property
     def num_options(self) -> int:
-        """K."""
+        """Number of options K."""
         return len(self.up)
 
     @property
@@ -98,8 +98,8 @@ class ExpertOptions:
         up, down = original_stacks(self.layer)
         return self._arranged(up.flatten(1, 2), down.flatten(1, 2))
 
-    def follows_places(self, dtype: torch.dtype) -> bool:
-        """Whether a kernel reads the choices on the device, for a layer that computes in a type."""
+    def supports_device_choice(self, dtype: torch.dtype) -> bool:
+        """Whether a kernel can read the choices on the device when the layer computes in a type."""
         if self._streamed is not None or self._reorders_own():
             return False
         everything = range(self.num_options)
@@ -227,7 +227,7 @@ class PlacedChoices:
     def sent(
         cls, choices: Sequence[NDArray[np.int64]], sorted_out: Sequence[bool], device: torch.device
     ) -> list[PlacedChoices]:
-        """The choices of several layers, by one copy; ``sorted_out``: whether the host sorts those of a layer."""
+        """The choices of several layers, in one copy; ``sorted_out``: whether the host sorts those of a layer."""
         stacks = [
             [taken[:, :2].reshape(-1), taken[:, 2]] if sort else []
             for taken, sort in zip(choices, sorted_out, strict=True)
@@ -257,8 +257,8 @@ class SelectedExperts:
     Attributes:
         options: The layer's options.
         gates: (experts, 3, K) gates that need a gradient; None if none does.
-        wanted: Options whose gradient is wanted.
-        placed: Option of every expert's gate, up and down projection, where the layer is.
+        wanted: Options that need a gradient.
+        placed: Option of every expert's gate, up and down projection, on the layer's device.
     """
 
     options: ExpertOptions
@@ -294,11 +294,11 @@ class SwitchableExperts:
     """The experts of a model, driven by one matrix of gates.
 
     Args:
-        handle: The gates that have taken over the layers' forwards.
+        handle: The gates installed in the layers.
         options: Sparse layer -> its compressed options. A layer without any computes with its own weights.
         rows: Sparse layer -> (experts, 3) row of the gates for every gate, up and down projection.
-        removed: Column of the gates that takes an expert out of the router; None: no expert can be removed.
-        wanted: (N, K) options whose gradient is wanted; None: all.
+        removed: Column of the gates that removes an expert from the router; None: no expert can be removed.
+        wanted: (N, K) options that need a gradient; None: all.
     """
 
     def __init__(
@@ -326,16 +326,16 @@ class SwitchableExperts:
 
     @property
     def room(self) -> ProbeRoom | None:
-        """For the probes of removed experts; None where none can be removed."""
+        """Buffer of the probes of removed experts; None if none can be removed."""
         return None if self._removed is None else self.handle.room
 
     def recordable(self, dtype: torch.dtype) -> bool:
-        """Whether :meth:`set_gates` takes ``recorded``, the experts computing in a type."""
+        """Whether :meth:`set_gates` supports ``recorded`` when the experts compute in a type."""
         one_device = len(self._places) == 1
-        return one_device and all(options.follows_places(dtype) for options in self.options.values())
+        return one_device and all(options.supports_device_choice(dtype) for options in self.options.values())
 
     def check_gates(self, choices: Sequence[int]) -> None:
-        """Refuse choices that leave a router fewer experts than it picks."""
+        """Raise an error for choices that leave a router fewer experts than it picks."""
         if self._removed is not None and self.handle.mode == "deployed":
             self.handle.check_deployed(torch.cat(self._staying(self._picked(choices))))
 
@@ -346,14 +346,14 @@ class SwitchableExperts:
         recorded: bool = False,
         mode: GateMode = "deployed",
     ) -> None:
-        """Let every expert use the option that its rows of the gates pick.
+        """Set every expert to the option chosen by its rows of the gates.
 
         Args:
-            gates: (N, K) one-hot rows that may carry gradient, in host memory or where the experts are.
+            gates: (N, K) one-hot rows that may carry gradient, in host memory or on the experts' device.
             choices: The option of every row.
-            recorded: The experts read their choices off the gates when they run, so that what they launch may be
-                recorded and launched again with other gates; see :meth:`recordable`.
-            mode: How removal is modelled; see :func:`rco.models.moe.gates.expert_gates`.
+            recorded: The experts read their choices from the gates when they run, so that their launches can be
+                recorded and replayed with other gates; see :meth:`recordable`.
+            mode: Model of removal; see :func:`rco.models.moe.gates.expert_gates`.
         """
         picked = self._picked(choices)
         own = self._own_gates(gates) if gates.requires_grad else {}
@@ -394,7 +394,7 @@ class SwitchableExperts:
         return {layer: chosen[rows] for layer, rows in self._rows.items()}
 
     def _staying(self, picked: Mapping[int, NDArray[np.int64]]) -> list[Tensor]:
-        """Which experts of every sparse layer stay, in host memory."""
+        """Booleans per sparse layer, in host memory: experts that stay."""
         found = []
         for layer in self.handle.layers:
             stay = np.ones(layer.num_experts, dtype=bool)
@@ -412,7 +412,7 @@ class SwitchableExperts:
         return found
 
     def _read(self, gates: Tensor) -> dict[int, PlacedChoices]:
-        """The choices of every layer, read off the gates where they are."""
+        """The choices of every layer, read from the gates on their device."""
         ((layers, rows),) = self._places.values()
         parts = self._by_layer(layers, gates.detach().argmax(1)[rows])
         return {layer: PlacedChoices.there(choices) for layer, choices in parts.items()}
@@ -424,7 +424,7 @@ class SwitchableExperts:
             layers = [layer for layer in everything if layer in self.options]
             # Sorted on the host if no kernel reads choices on the device, or if nothing has to be decoded.
             sorted_out = [
-                options.are_own(picked[layer]) or not options.follows_places(options.dtype)
+                options.are_own(picked[layer]) or not options.supports_device_choice(options.dtype)
                 for layer, options in ((layer, self.options[layer]) for layer in layers)
             ]
             placed = PlacedChoices.sent([picked[layer] for layer in layers], sorted_out, device)
@@ -450,10 +450,10 @@ def switchable_experts(
         model: The model.
         options: Sparse layer (its position among them) -> its compressed options; other layers compute with their
             own weights.
-        rows: Sparse layer -> (experts, 3) row of the gates for every gate, up and down projection; layers left out
-            stay as they are.
-        removed: Column of the gates that takes an expert out of the router; None: no expert can be removed.
-        wanted: (N, K) options whose gradient is wanted; None: all.
+        rows: Sparse layer -> (experts, 3) row of the gates for every gate, up and down projection; other layers
+            stay unchanged.
+        removed: Column of the gates that removes an expert from the router; None: no expert can be removed.
+        wanted: (N, K) options that need a gradient; None: all.
     """
     buffer = WeightBuffer()
     prunes = removed is not None
