@@ -118,7 +118,7 @@ def test_too_little_text_says_how_much_there_is(tokenizer, tmp_path):
         build_calibration(path, tokenizer, samples=1, length=512, part="all")
     build_calibration(path, tokenizer, samples=1, length=tokens, part="all")
     with pytest.raises(
-        DataError, match=r"enough for 3 sequences of 5, and 9 were asked for: ask for at most 3"
+        DataError, match=r"enough for 3 sequences of 5, and 9 were requested: request at most 3"
     ):
         build_calibration(numbered(path, 5), tokenizer, samples=9, length=5, part="all")
 

@@ -44,7 +44,7 @@ def test_weights_and_repeats_add_up():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("", "No data was named"),
+        ("", "No data was given"),
         ("en_prose++de_law", "empty part"),
         ("en_prose*0", "must be positive"),
         ("en_pros", r"Did you mean en_prose\?"),

@@ -1,8 +1,8 @@
-"""Speed of the exact knapsack beside HiGHS, on the shapes of compression problems.
+"""Speed of the exact knapsack compared with HiGHS, on the shapes of compression problems.
 
-Every timed solve sees noise it has not seen before, as in a search. Both solvers get the same instances in turn
+Every timed solve has fresh noise, as in a search. Both solvers get the same instances in turn
 within one run; HiGHS (the package ``highspy``) with costs already reduced (minima subtracted, common factors
-divided away), gap tolerances 0 and its model built outside the clock.
+divided away), gap tolerances 0 and its model built outside the timing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _QWEN = np.array([4, 1, 1, 4, 12, 12, 12] * 36)
 
 @dataclass(frozen=True)
 class Family:
-    """A shape, with the time it is meant to take."""
+    """A problem shape with its target time."""
 
     title: str
     problem: Callable[[np.random.Generator], AllocationProblem]
@@ -111,14 +111,14 @@ def run(
     on_progress: Callable[[int, int], None] | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Time every family; a JSON-ready report.
+    """Time every family and return a JSON-ready report.
 
     Args:
         families: Names out of :data:`FAMILIES`; all by default.
         repeats: Batches of fresh noise per family.
         quick: Three batches, and at most 2 seconds of HiGHS per family instead of 20.
         on_progress: Called with (batches done, batches in all).
-        seed: Of problems and noise.
+        seed: Seed of problems and noise.
     """
     from rco.runs import environment
 

@@ -1,4 +1,4 @@
-"""Time and memory of a sample of the search beside a plain forward and backward pass, and of its parts."""
+"""Time and memory of a sample of the search and its parts, compared with a plain forward and backward pass."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ def run(
 
     Args:
         shape: Name of the shape, see :mod:`rco.models.shapes`.
-        device: Where to measure; an error where this machine does not have it.
-        length: Tokens of the one sequence that a sample sees.
+        device: Device to measure on; an error if this machine does not have it.
+        length: Tokens of the one sequence of a sample.
         samples: Samples per step.
         steps: Whole steps to time; 0: none.
         repeats: Timed repeats of floor and sample.
         layers: Fewer blocks than the shape has.
-        modes: Whether to checkpoint; without is always among them.
-        job: What is searched for; None: experts are pruned, all else is quantized.
+        modes: Values of checkpointing to measure; False is always included.
+        job: Kind of search; None: experts are pruned, all else is quantized.
         on_progress: Called with (parts done, all parts).
     """
     tell = on_progress or (lambda done, total: None)
     job, place = job_of(shape, job), pick_device(device)
-    _check_room(shape, place, layers)
+    _check_memory(shape, place, layers)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     loaded = random_model(shape, device=place, dtype=dtype, layers=layers)
     rows: dict[str, Any] = {}
@@ -153,7 +153,7 @@ def expected_bytes(case: Case, length: int, checkpointing: bool, offload: bool) 
 
 
 def breakdown(case: Case, samples: int, seconds: float) -> dict[str, Any]:
-    """Seconds per sample of each part, measured by itself; ``rest`` is what is left of the sample."""
+    """Seconds per sample of each part, measured separately; ``rest`` is the remainder of the sample."""
     place = case.loaded.device
     values = sampled_values(case, samples)
     parts = {"knapsack": measure(lambda: solve_choices(values, case.problem), place, 5).median / samples}
@@ -185,9 +185,9 @@ def _loss(case: Case) -> float:
 def _kernels(
     layers: list[tuple[list[Stored], int]], dtype: torch.dtype, place: torch.device
 ) -> tuple[float, float, dict[str, Any]]:
-    """Seconds to decode one option of every layer and to meet all options of every layer with a gradient.
+    """Seconds to decode one option of every layer, and for all options' inner products with a gradient.
 
-    A layer is its options, and how many matrices are below each other in them.
+    A layer is its options, and the number of stacked matrices in them.
     """
     buffer = WeightBuffer()
     middle = [options[len(options) // 2] for options, _ in layers]
@@ -197,11 +197,11 @@ def _kernels(
         for option in middle:
             option.dequantize(out=buffer.take(option.shape, dtype, place))
 
-    def meet() -> None:
+    def multiply() -> None:
         for options, matrices in layers:
             inner_products(by_shape[options[0].shape], options, matrices)
 
-    decoding, products = (measure(as_graph(work, place), place, 5).median for work in (decode, meet))
+    decoding, products = (measure(as_graph(work, place), place, 5).median for work in (decode, multiply))
     elements = sum(option.shape[0] * option.shape[1] for option in middle)
     read = sum(option.nbytes for options, _ in layers for option in options) + elements * dtype.itemsize
     written = sum(option.nbytes for option in middle) + elements * dtype.itemsize
@@ -231,11 +231,11 @@ def _copy_bandwidth(place: torch.device) -> float:
 # -------------------------------------------------------------------------- memory
 
 
-def _check_room(shape: str, place: torch.device, layers: int | None = None) -> None:
-    """Refuse a shape whose weights alone are more than the free host memory, where they would go there.
+def _check_memory(shape: str, place: torch.device, layers: int | None = None) -> None:
+    """Raise an error for a shape whose weights exceed the free host memory, if they would be loaded there.
 
     Raises:
-        ValueError: Says what it takes, what is free and what takes less.
+        ValueError: The weights do not fit; the message names needed and free memory, and smaller choices.
     """
     free = free_memory()
     if place.type != "cpu" or free is None:
@@ -261,11 +261,11 @@ def run_memory(
 ) -> dict[str, Any]:
     """Peak memory and time of a sample: candidates resident or streamed, with and without checkpointing.
 
-    Experts are pruned, which keeps no candidates, unless ``job`` says otherwise.
+    Without ``job`` experts are pruned, which keeps no candidates.
     """
     tell = on_progress or (lambda done, total: None)
     job, place = job_of(shape, job), pick_device(device)
-    _check_room(shape, place, layers)
+    _check_memory(shape, place, layers)
     modes: list[tuple[Any, bool]] = [("resident", False), ("resident", True)]
     if place.type == "cuda" and job == "quantize":
         modes += [("offload", False), ("offload", True)]
@@ -316,7 +316,7 @@ def run_memory(
 def _reference_cache(
     case: Case, sequences: int = 256, length: int = 2048, checked: int = 64
 ) -> dict[str, Any]:
-    """Bytes of the reference for a usual calibration set, and how far its KL is from that of full logits."""
+    """Bytes of the reference for a usual calibration set, and the difference of its KL from that of full logits."""
     head = case.backend.full_head()
     hidden = case.loaded.layout.final_hidden(case.loaded.model, case.data.tokens[:1].to(case.loaded.device))[
         0

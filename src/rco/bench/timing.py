@@ -23,9 +23,9 @@ __all__ = ["Timed", "as_graph", "floor", "measure"]
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of some repeats and the most memory that was held for them on the device; None on a CPU.
+    """Seconds of some repeats, and their peak memory on the device; None on a CPU.
 
-    That is what torch had taken from the device, be it full of tensors or kept by a recorded sample for the next.
+    The memory is what torch had reserved, including memory that a recorded sample keeps for the next.
     """
 
     seconds: list[float]
@@ -33,7 +33,7 @@ class Timed:
 
     @property
     def median(self) -> float:
-        """The middle of the seconds."""
+        """Median of the seconds."""
         return statistics.median(self.seconds)
 
     def to_dict(self) -> dict[str, Any]:
@@ -42,17 +42,17 @@ class Timed:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was launched."""
+    """Wait for all launched work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def measure(work: Callable[[], object], device: torch.device, repeats: int, warmup: int = 2) -> Timed:
-    """Time some work, each repeat by itself, after it has run a few times."""
+    """Time each repeat of some work, after warm-up runs."""
     for _ in range(warmup):
         work()
     synchronize(device)
-    gc.collect()  # models hold themselves in cycles; what an earlier one left must not count
+    gc.collect()  # free models in reference cycles, so that their memory does not count
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -67,7 +67,7 @@ def measure(work: Callable[[], object], device: torch.device, repeats: int, warm
 
 
 def as_graph(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The same work recorded once, so that many small launches are timed by what the GPU takes for them."""
+    """The same work recorded once, so that many small launches are timed without the host's overhead."""
     if device.type != "cuda":
         return work
     graph, _ = captured(work, device)
@@ -76,9 +76,9 @@ def as_graph(work: Callable[[], object], device: torch.device) -> Callable[[], o
 
 @contextmanager
 def floor(loaded: LoadedModel, data: CalibrationSet, checkpointing: bool) -> Iterator[Callable[[], object]]:
-    """A plain forward and backward pass with all weight gradients, each freed as soon as it is there.
+    """A plain forward and backward pass with all weight gradients, each freed as soon as it is computed.
 
-    What any method that differentiates through the model pays at least; the loss is transformers' own.
+    This is the minimum cost of any method that differentiates through the model; the loss is transformers' own.
     """
     model: Any = loaded.model
     tokens = data.tokens[:1].to(loaded.device)

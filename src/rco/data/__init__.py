@@ -1,4 +1,4 @@
-"""Calibration and evaluation data: where text comes from, and how it becomes token sequences."""
+"""Calibration and evaluation data: sources of text, and their conversion to token sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token sequences for calibration and evaluation: how many, how long, from where, and which predictions count.
+"""Token sequences for calibration and evaluation: number, length, source, and which predictions count.
 
 A source's tokens are cut into sequences that never overlap, and a seed picks among them. Search and selection take
 different sequences of the calibration part; evaluation takes its own part of the source, which holds other
@@ -28,7 +28,7 @@ from rco.data.tokenization import first_tokens, text_pieces, token_stream
 __all__ = ["CalibrationSet", "DataSplits", "build_calibration", "build_splits", "splits", "whole_shares"]
 
 _CHARACTERS = 16_000_000  # of a source that is read whole; a larger one is thinned at random
-_CHARACTERS_PER_TOKEN = 16  # generous, so that thinning never starves a request
+_CHARACTERS_PER_TOKEN = 16  # generous, so that thinning leaves enough for any request
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +74,12 @@ class CalibrationSet:
 
     @property
     def num_predictions(self) -> int:
-        """How many predictions count."""
+        """Number of predictions that count."""
         return int(self.mask.sum())
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the tokens and the mask: what the set is, not how it was asked for."""
+        """A hash of the tokens and the mask, independent of how the set was described."""
         digest = hashlib.sha256(repr(tuple(self.tokens.shape)).encode())
         digest.update(self.tokens.cpu().contiguous().numpy().tobytes())
         digest.update(self.mask.cpu().contiguous().numpy().tobytes())
@@ -109,7 +109,7 @@ class CalibrationSet:
 
 @dataclass(frozen=True)
 class DataSplits:
-    """What a search learns from, what it chooses by, and what its result is judged on; all disjoint."""
+    """Disjoint sets for the search, for the selection among candidates, and for the evaluation."""
 
     search: CalibrationSet
     selection: CalibrationSet
@@ -128,9 +128,9 @@ def build_calibration(
     """Make a set of token sequences.
 
     Args:
-        spec: What :func:`rco.data.sources.resolve_source` reads: names, files, mixtures, documents.
+        spec: Names, files, mixtures or documents, see :func:`rco.data.sources.resolve_source`.
         tokenizer: A Hugging Face tokenizer.
-        samples: How many sequences; None for all that there are.
+        samples: Number of sequences; None for all.
         length: Tokens per sequence, a begin-of-text token included where the tokenizer sets one.
         seed: Picks the sequences and their order.
         part: ``"calibration"``, ``"evaluation"``, or ``"all"`` of each source.
@@ -144,7 +144,7 @@ def build_calibration(
 
 
 def splits(data: CalibrationSet, *, search: int, selection: int) -> tuple[CalibrationSet, CalibrationSet]:
-    """Cut a set in two: ``search`` sequences to learn from, ``selection`` others to choose by.
+    """Cut a set in two: ``search`` sequences for gradients, ``selection`` others for the choice among candidates.
 
     Sequences are ordered such that both have the mixture's shares of every domain.
     """
@@ -168,17 +168,17 @@ def build_splits(
     evaluation_spec: Data | None = None,
     evaluation_length: int | None = None,
 ) -> DataSplits:
-    """Three disjoint sets.
+    """Build three disjoint sets.
 
     Args:
-        spec: Where search and selection come from.
+        spec: Data of search and selection.
         tokenizer: A Hugging Face tokenizer.
         search: Sequences that gradients use.
         selection: Sequences that choose among candidates.
-        evaluation: Sequences that judge the result; None for all there are.
+        evaluation: Sequences for evaluating the result; None for all.
         length: Tokens per sequence.
         seed: Picks the sequences.
-        evaluation_spec: Where evaluation comes from; None for the held-back part of ``spec``. A local file that
+        evaluation_spec: Data of the evaluation; None for the held-back part of ``spec``. A local file that
             ``spec`` does not use is taken whole.
         evaluation_length: Tokens per sequence of the evaluation; None for ``length``.
     """
@@ -221,12 +221,14 @@ def _build(
     part_of: Callable[[Source], Part],
 ) -> CalibrationSet:
     if tokenizer is None:
-        raise DataError("Data needs the model's tokenizer, and the model has none.")
+        raise DataError(
+            "Building data needs the model's tokenizer, and the model has none; add one to its folder."
+        )
     if samples is not None and samples < 1:
         raise DataError(f"samples must be at least 1, got {samples}.")
     if length < 2:
         raise DataError(
-            f"A sequence needs at least 2 tokens, a context and what follows it; got length {length}."
+            f"A sequence needs at least 2 tokens, a context and a prediction; got length {length}."
         )
     prefix = np.asarray(first_tokens(tokenizer), dtype=np.int64)
     shares = None if samples is None else whole_shares(mixture.weights, samples)
@@ -266,9 +268,9 @@ def whole_shares(weights: Sequence[float], samples: int) -> list[int]:
 def _windows(
     source: Source, part: Part, tokenizer: Any, prefix: np.ndarray, length: int, wanted: int | None, seed: int
 ) -> _Windows:
-    """All sequences of a source, in its order; of a streamed source, as many as are wanted."""
+    """All sequences of a source, in its order; of a streamed source, as many as requested."""
     if source.streamed and wanted is None:
-        raise DataError(f"{source.name} has no end worth waiting for; say how many samples to take.")
+        raise DataError(f"{source.name} is too large to be read whole; give a number of samples.")
     body = length - len(prefix)
     documents: Iterable[Document] = source.documents(part, seed)
     if not source.streamed:
@@ -291,7 +293,7 @@ def _windows(
         counted[:, : length - 1] = np.concatenate([np.zeros((whole, len(prefix)), bool), flags], axis=1)[
             :, 1:
         ]
-        useful = counted.any(axis=1)  # a stretch without any answer would weigh nothing
+        useful = counted.any(axis=1)  # a sequence without any answer would have no weight
         tokens.append(block[useful])
         mask.append(counted[useful])
         enough += int(useful.sum())
@@ -343,7 +345,7 @@ def _generator(source: Source, seed: int) -> np.random.Generator:
 def _check_enough(source: Source, part: Part, found: _Windows, wanted: int | None, length: int) -> None:
     which = source.name if part == "all" else f"{source.name} ({part} part)"
     if found.seen == 0:
-        raise DataError(f"{which} holds no text; pass data that does.")
+        raise DataError(f"{which} holds no text; pass other data.")
     count = len(found.tokens)
     if count == 0:
         if found.seen >= length:
@@ -357,6 +359,6 @@ def _check_enough(source: Source, part: Part, found: _Windows, wanted: int | Non
         )
     if wanted is not None and count < wanted:
         raise DataError(
-            f"{which} has {found.seen} tokens, enough for {count} sequences of {length}, and {wanted} were asked "
-            f"for: ask for at most {count}, for shorter sequences, or pass more text."
+            f"{which} has {found.seen} tokens, enough for {count} sequences of {length}, and {wanted} were "
+            f"requested: request at most {count}, shorter sequences, or pass more text."
         )

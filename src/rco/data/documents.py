@@ -1,4 +1,4 @@
-"""Documents: plain text or a conversation, and how records and files become them."""
+"""Documents: plain text or conversations, read from records and files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _EVALUATION_STRIDE = 5
 
 
 class DataError(ValueError):
-    """Data cannot be found, read or used; the message says which and what to do."""
+    """Data cannot be found, read or used; the message names the data and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class Document:
 class Texts:
     """Documents passed from Python instead of being named: strings, conversations, records, files.
 
-    Two of the same content are the same data, and prints as a name that says so.
+    Equal content is equal data; the printed name is a hash of the content.
 
     Args:
         entries: Each is a string (one text), a list of ``{"role", "content"}`` messages (one conversation), a
             record as in a JSONL file (see :func:`document_from_record`), or a :class:`~pathlib.Path` of a file.
 
     Raises:
-        DataError: There is nothing in it, or an entry is none of these; the message says which.
+        DataError: There are no documents, or an entry is none of these; the message names it.
     """
 
     def __init__(self, entries: Iterable[Any]) -> None:
@@ -209,7 +209,7 @@ def take_part(documents: Iterable[Document], part: Part) -> Iterator[Document]:
     if second is None:
         yield from _cut(first, part)
         return
-    # The second of the first five is held back, so that even two documents give both parts something.
+    # The second of the first five is held back, so that with two documents neither part is empty.
     for index, document in enumerate(_chain(first, second, stream)):
         if (index % _EVALUATION_STRIDE == 1) == (part == "evaluation"):
             yield document
@@ -228,7 +228,7 @@ def _cut(document: Document, part: Part) -> Iterator[Document]:
         return
     text = document.text
     place = len(text) * (_EVALUATION_STRIDE - 1) // _EVALUATION_STRIDE
-    # At white space where there is some near, so that no word is in both parts.
+    # Cut at nearby white space, if any, so that no word is in both parts.
     while place < len(text) and not text[place].isspace():
         place += 1
     kept = text[:place] if part == "calibration" else text[place:]

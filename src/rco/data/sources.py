@@ -1,4 +1,4 @@
-"""Names and files that data can come from, and mixtures of them."""
+"""Sources of data: built-in names, files, and mixtures of them."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ _HUB = {
 
 @dataclass(frozen=True)
 class Source:
-    """One place that documents come from.
+    """One source of documents.
 
     Attributes:
         name: Its label; the domain of the sequences made from it.
         documents: ``documents(part, seed)`` streams the documents of a part. The seed matters only to sources too
             large to be read whole.
-        streamed: Whether it is too large to be read whole; then only as much is read as is asked for.
-        local: Whether it is a file of the user's, whose evaluation part exists only by being held back.
+        streamed: Whether it is too large to be read whole; then only as much is read as is requested.
+        local: Whether it is the user's file, whose evaluation part is held back from calibration.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources and the share of the sequences that each is to give."""
+    """Sources and their shares of the sequences."""
 
     spec: str
     sources: tuple[Source, ...]
@@ -103,7 +103,7 @@ class Mixture:
 
 
 def describe_sources() -> dict[str, str]:
-    """One line for each name that data can be called by."""
+    """One-line description of each known name."""
     return {
         **{name: " + ".join(members) for name, members in _GROUPS.items()},
         **_BUILTIN,
@@ -127,7 +127,7 @@ def resolve_source(spec: Data) -> Mixture:
         return Mixture(spec.name, (given,), (1.0,))
     text = str(spec).strip()
     if not text:
-        raise DataError(f"No data was named; pass a file or one of {', '.join(describe_sources())}.")
+        raise DataError(f"No data was given; pass a file or one of {', '.join(describe_sources())}.")
     weights: dict[str, float] = {}
     sources: dict[str, Source] = {}
     for item in [text] if Path(text).expanduser().exists() else text.split("+"):
@@ -163,7 +163,7 @@ def _resolve_one(name: str) -> Source:
     if path.is_file():
         return _file_source(path)
     if path.suffix in (".txt", ".jsonl", ".json", ".md") or "/" in name:
-        raise DataError(f"There is no file {name}.")
+        raise DataError(f"There is no file {name}; check the path.")
     close = difflib.get_close_matches(name, describe_sources(), n=3)
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
     raise DataError(
@@ -226,7 +226,7 @@ def _open_hub(name: str, row: _HubDataset, split: str) -> Iterator[Any]:
 
 
 def _reach(repository: str) -> None:
-    """Fail at once when the Hub is out of reach; downloads would retry for half a minute first."""
+    """Fail at once if the Hub cannot be reached; downloads would retry for half a minute first."""
     hub = importlib.import_module("huggingface_hub")
     try:
         hub.HfApi().dataset_info(repository, timeout=_HUB_TIMEOUT)
@@ -237,7 +237,7 @@ def _reach(repository: str) -> None:
 
 
 def _shuffled(documents: Iterator[Document], seed: int) -> Iterator[Document]:
-    """Shuffle a stream through a buffer, after the parts are fixed, so that no seed moves a record between them."""
+    """Shuffle a stream through a buffer, after the parts are fixed, so that no seed moves records between them."""
     generator = random.Random(seed)
     buffer: list[Document] = []
     for document in documents:

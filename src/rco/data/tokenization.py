@@ -1,6 +1,6 @@
-"""From documents to one stream of tokens per source, with a flag for the tokens that count.
+"""Conversion of documents to one stream of tokens per source, with a flag for the tokens that count.
 
-Plain text counts everywhere. Of a conversation only the assistant's answers count, and the mark that ends each.
+Plain text counts everywhere. Of a conversation only the assistant's answers count, with their end tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BATCH = 64
 
 
 def first_tokens(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before every sequence (a begin-of-text token, or nothing)."""
+    """Tokens that the tokenizer puts before every sequence (a begin-of-text token, or none)."""
     bos = getattr(tokenizer, "bos_token_id", None)
     probe = tokenizer("a", add_special_tokens=True)["input_ids"]
     return [int(bos)] if bos is not None and len(probe) > 0 and probe[0] == bos else []
@@ -28,8 +28,8 @@ def first_tokens(tokenizer: Any) -> list[int]:
 def token_stream(documents: Iterable[Document], tokenizer: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Token ids (int64) and whether each counts (bool), document after document.
 
-    Documents end with the end-of-text token, if the tokenizer has one, so that nothing runs on from one into the
-    next unmarked.
+    Documents end with the end-of-text token, if the tokenizer has one, so that the
+    boundary between two is marked.
     """
     end = getattr(tokenizer, "eos_token_id", None)
     tail = [] if end is None else [int(end)]
@@ -65,11 +65,11 @@ def _flush(texts: list[str], tokenizer: Any, tail: list[int]) -> Iterator[tuple[
 
 
 def text_pieces(text: str) -> Iterator[str]:
-    """Cut a long text at line ends, where hardly any tokenizer would merge across."""
+    """Cut a long text at line ends, across which hardly any tokenizer merges."""
     start = 0
     while len(text) - start > _PIECE:
         cut = text.find("\n", start + _PIECE)
-        # A run of line ends stays whole, and goes with what precedes it.
+        # A run of line ends stays whole, with the text before it.
         while 0 <= cut < len(text) and text[cut] == "\n":
             cut += 1
         if cut < 0 or cut >= len(text):
@@ -80,7 +80,7 @@ def text_pieces(text: str) -> Iterator[str]:
 
 
 def _encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    # verbose=False: a text longer than the model's context is no mistake here, it is cut into sequences later.
+    # verbose=False: a text longer than the model's context is fine here: it is cut into sequences later.
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
     ids: list[list[int]] = encoded["input_ids"]
     return ids
@@ -89,8 +89,8 @@ def _encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
 def _conversation(messages: Sequence[tuple[str, str]], tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of a conversation and which of them belong to the assistant's answers.
 
-    Rendered message by message: what a prefix of the conversation renders to, with the cue for an answer, is where
-    that answer begins. The text is tokenised in the same places, so that no token straddles the border.
+    The conversation is rendered message by message: an answer begins where the rendered prefix, with the cue for an
+    answer, ends. The text is split there before it is tokenised, so that no token crosses the border.
     """
     render = _template(tokenizer) if getattr(tokenizer, "chat_template", None) else _plain
     spans: list[tuple[str, bool]] = []

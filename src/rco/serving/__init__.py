@@ -1,1 +1,1 @@
-"""Glue for serving engines; nothing here is imported by the rest of the package."""
+"""Plugins of serving engines; the rest of the package imports nothing from here."""

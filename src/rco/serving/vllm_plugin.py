@@ -7,12 +7,12 @@ vLLM calls :func:`register` in every process through the entry point group ``vll
 
 vLLM's sparse blocks read the number of experts from the configuration while they are built. The plugin maps the
 ``Pruned...`` architectures to vLLM's own classes and wraps the constructors of those blocks: while the block of
-layer ``l`` is built, the configuration says the number of experts of layer ``l``. Weight loading needs nothing:
-vLLM's loaders go through the names in the checkpoint. A configuration without ``num_experts_per_layer`` passes
+layer ``l`` is built, the configuration holds the number of experts of layer ``l``. Weight loading needs no change:
+vLLM's loaders iterate over the names in the checkpoint. A configuration without ``num_experts_per_layer`` passes
 through untouched.
 
 Not supported, and refused with an error: expert parallelism (ranks would split layers unevenly) and routers
-whose groups were pruned to different sizes (vLLM's kernels know one size).
+whose groups were pruned to different sizes (vLLM's kernels support one size).
 
 vLLM is imported only inside functions. The plugin has been tested against stand-ins for vLLM's classes, not yet
 against an installed vLLM; a class that a version of vLLM names differently is skipped with a warning.
@@ -70,7 +70,7 @@ SERVED: tuple[ServedArchitecture, ...] = (
 
 
 def register() -> None:
-    """Teach vLLM the architectures in :data:`SERVED`; what this vLLM does not have is left out with a warning."""
+    """Register the architectures in :data:`SERVED`; those that this vLLM lacks are skipped with a warning."""
     registry = importlib.import_module("vllm").ModelRegistry
     for served in SERVED:
         try:
@@ -120,7 +120,7 @@ def expert_counts(config: Any) -> tuple[int, ...] | None:
 
 @contextmanager
 def layer_config(config: Any, count_field: str, prefix: str) -> Iterator[None]:
-    """While inside, ``config`` says the number of experts of the layer that ``prefix`` names."""
+    """Context in which ``config`` holds the number of experts of the layer that ``prefix`` names."""
     counts = expert_counts(config)
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", prefix)
     if counts is None or not numbers:
@@ -128,7 +128,7 @@ def layer_config(config: Any, count_field: str, prefix: str) -> Iterator[None]:
         return
     layer = int(numbers[0])
     if layer >= len(counts) or not counts[layer]:
-        # A dense layer, or one beyond the model (speculative heads): nothing to say.
+        # A dense layer, or one beyond the model (speculative heads): no change.
         yield
         return
     text = _text_config(config)
@@ -141,7 +141,7 @@ def layer_config(config: Any, count_field: str, prefix: str) -> Iterator[None]:
 
 
 def wrap_block(block: type, count_field: str) -> None:
-    """Have the constructor of a sparse block see its own layer's count; a second call changes nothing."""
+    """Make the constructor of a sparse block read its own layer's count; a second call changes nothing."""
     original: Callable[..., None] = block.__init__  # type: ignore[misc]
     if hasattr(original, "_rco_count_field"):
         return

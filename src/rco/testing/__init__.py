@@ -1,4 +1,4 @@
-"""Public contract checks and problems whose optimum is known, for tests here and in other people's packages."""
+"""Public contract checks, and problems with a known optimum, for tests here and in other packages."""
 
 from rco.testing.contracts import check_objective, check_searcher
 from rco.testing.exporter_checks import check_exporter

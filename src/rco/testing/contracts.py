@@ -1,6 +1,6 @@
-"""What every searcher and every objective must satisfy, as checks that anyone can run on their own.
+"""Contracts of searchers and objectives, as checks for any implementation.
 
-A failed check raises AssertionError with what was found.
+A failed check raises an AssertionError that describes the failure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["check_objective", "check_searcher"]
 
 
 def check_objective(objective: Loss, num_groups: int, num_options: int) -> None:
-    """A finite, repeatable scalar per batch, differentiable in the gates; the same where it is enqueued."""
+    """Check for a finite, repeatable scalar per batch, differentiable in the gates, and the same if enqueued."""
     objective = as_objective(objective)
     generator = torch.Generator().manual_seed(0)
     choices = torch.randint(num_options, (num_groups,), generator=generator)
@@ -37,15 +37,17 @@ def check_objective(objective: Loss, num_groups: int, num_options: int) -> None:
         assert torch.allclose(loss.detach(), again), f"the same gates gave {float(loss)} and {float(again)}"
         answers = [objective.enqueue(gates.detach(), batch) for _ in range(2)]
         for value, slope in (answer() for answer in answers):
-            assert np.isclose(value, float(again), rtol=1e-4), f"enqueued, {float(again)} became {value}"
-            assert slope.device == gates.device, f"the gradient came back on {slope.device}"
-            assert torch.allclose(slope, gradient, rtol=1e-3, atol=1e-6), "enqueued, the gradient is another"
+            assert np.isclose(value, float(again), rtol=1e-4), f"the loss is {float(again)}, enqueued {value}"
+            assert slope.device == gates.device, (
+                f"the gradient is on {slope.device}, the gates on {gates.device}"
+            )
+            assert torch.allclose(slope, gradient, rtol=1e-3, atol=1e-6), "the gradient differs if enqueued"
 
 
 def check_searcher(searcher: Searcher) -> None:
-    """Exact budgets, minimum counts, determinism, never worse than the starts, JSON, on_step, locks, blocks.
+    """Check budgets, minimum counts, determinism, starting points, JSON, on_step, locks and blocks.
 
-    A searcher whose ``compares_starts`` is False reports what it has found, also where a starting point is better.
+    A searcher whose ``compares_starts`` is False may be worse than a starting point.
     """
     assert searcher.name, "a searcher has a name"
     for seed, arguments in enumerate(_arguments()):
@@ -64,7 +66,7 @@ def counted_problems() -> list[AllocationProblem]:
     """Two layers of four experts, of which at least two and one must not be removed.
 
     With two options of equal cost (pruning), and with removed, 2, 3 or 4 bits at costs that differ between experts,
-    under a budget close to what the minimum counts cost.
+    under a budget close to the cost of the minimum counts.
     """
     layers = [0, 0, 0, 0, 1, 1, 1, 1]
     labels = [f"layers.{layer}.experts.{expert % 4}" for expert, layer in enumerate(layers)]
@@ -108,7 +110,7 @@ def _check_run(
     # Where a problem is declared monotone the starts are spent first, which this loss does not reward.
     promised = getattr(searcher, "compares_starts", True) and not problem.monotone
     assert not promised or result.loss <= _loss(objective, uniform, problem) + 1e-9, "worse than uniform"
-    assert abs(result.loss - _loss(objective, choices, problem)) < 1e-9, "the reported loss is another's"
+    assert abs(result.loss - _loss(objective, choices, problem)) < 1e-9, "the reported loss is wrong"
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The contract of exporters, as a check that anyone can run on their own; a failed one raises AssertionError."""
+"""Contract of exporters, as a check for any implementation; a failed one raises AssertionError."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["check_exporter"]
 
 
 def check_exporter(exporter: Exporter, source: LoadedModel, weights: Mapping[str, Any], folder: Path) -> None:
-    """Check that an exporter writes what it says, whole or not at all, and leaves the model alone.
+    """Check that an exporter writes what it reports, completely or not at all, and leaves the model unchanged.
 
     Args:
         exporter: The exporter.
@@ -61,7 +61,7 @@ def check_exporter(exporter: Exporter, source: LoadedModel, weights: Mapping[str
 
 
 class _BrokenTokenizer:
-    """A tokenizer that the disk has no room for."""
+    """A tokenizer that cannot be saved, as on a full disk."""
 
     def save_pretrained(self, *_: Any, **__: Any) -> None:
         raise OSError("cannot write the tokenizer")
@@ -86,7 +86,7 @@ def _expect(kind: type[Exception], work: Any, what: str) -> None:
 
 @torch.no_grad()
 def _check_logits(source: LoadedModel, weights: Mapping[str, Stored], folder: Path) -> None:
-    """A checkpoint loads as the model with its weights decoded."""
+    """Check that a checkpoint loads as the model with its weights decoded."""
     from rco.compression.deployment import decode_into
     from rco.models.loading import load_model
 

@@ -1,6 +1,6 @@
-"""The contract of a storage format, as a check that anyone can run on their own format.
+"""Contract of storage formats, as a check for any implementation.
 
-A failed check raises AssertionError with what was found.
+A failed check raises an AssertionError that describes the failure.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def check_format(
     engine: Callable[[Mapping[str, Tensor], Shape], Tensor] | None = None,
     representable: Callable[[Shape], Tensor] | None = None,
 ) -> None:
-    """Bytes, encoding, decoding, inner products, rows and stacks, training, serialization and switching.
+    """Check bytes, encoding, decoding, inner products, rows and stacks, training, serialization and switching.
 
     Args:
         format: The format.
         shapes: (out, in) of the weights to try.
-        device: Where to compute; elsewhere than on the CPU results are compared with the CPU's, too.
+        device: Device to compute on; results of other devices are also compared with the CPU's.
         engine: The serving engine's own decoder: from the tensors of the checkpoint file to the dense matrix in the
             type of the scales.
         representable: Weights that the format holds exactly, float32; decoded ones if not given.
@@ -129,16 +129,16 @@ def _check_decoding(
     assert torch.isfinite(own).all(), f"{format.name} decodes to numbers that are not finite"
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         decoded = format.decode(stored, dtype)
-        assert torch.equal(decoded, own.to(dtype)), f"in {dtype} it is not the stored value, then cast"
+        assert torch.equal(decoded, own.to(dtype)), f"decoding to {dtype} is not decoding, then casting"
         out = torch.full(stored.shape, torch.nan, dtype=dtype, device=stored.device)
         stored.decode(out)
-        assert torch.equal(out, decoded.to(out.device)), "written to a given matrix it is another one"
+        assert torch.equal(out, decoded.to(out.device)), "decoded into a given matrix, it differs"
     if engine is not None:
         files = {name: tensor.cpu() for name, tensor in format.file_tensors(stored).items()}
         theirs = engine(files, stored.shape)
-        assert torch.equal(own.cpu(), theirs.to(own.dtype)), f"the engine decodes {format.name} otherwise"
+        assert torch.equal(own.cpu(), theirs.to(own.dtype)), f"the engine decodes {format.name} differently"
     elsewhere = stored.to("cpu")
-    assert torch.equal(format.decode(elsewhere, stored.dtype), own.cpu()), "the CPU decodes it otherwise"
+    assert torch.equal(format.decode(elsewhere, stored.dtype), own.cpu()), "the CPU decodes it differently"
 
 
 def _check_products(format: Format, stored: Stored) -> None:
@@ -169,7 +169,7 @@ def _check_copies(format: Format, stored: Stored) -> None:
         assert other.format == stored.format
         assert other.nbytes == stored.nbytes
         assert torch.equal(other.dequantize(), stored.dequantize()), (
-            f"a copy of {format.name} decodes otherwise"
+            f"a copy of {format.name} decodes differently"
         )
 
 
@@ -200,7 +200,7 @@ def _tunable(format: Format, stored: Stored) -> Tunable | None:
 
 
 def _check_training(format: Format, stored: Stored) -> None:
-    """At any value of the parameters the stored weight decodes to the forward pass, bit for bit."""
+    """Check that at any parameters the stored weight decodes to the forward pass, bit for bit."""
     made = _tunable(format, stored)
     if made is None:
         return
@@ -219,7 +219,7 @@ def _check_training(format: Format, stored: Stored) -> None:
 
 
 def _check_gradients(format: Format, shape: Shape, device: torch.device | str) -> None:
-    """Gradients of the trainable parameters against differences, in float64."""
+    """Compare gradients of the trainable parameters with finite differences, in float64."""
     if torch.device(device).type == "mps":
         return
     settings = EncodeSettings(storage_dtype=torch.float64)
@@ -255,7 +255,7 @@ def _check_gradients(format: Format, shape: Shape, device: torch.device | str) -
 
 
 def _check_switching(format: Format, shape: Shape, device: torch.device | str) -> None:
-    """A linear that may be original, this format or removed computes and differentiates as the dense ones do."""
+    """Compare a linear that may be original, this format or removed with the dense ones, with gradients."""
     weight = random_weight(shape).to(device)
     stored = format.encode(weight, settings=EncodeSettings(storage_dtype=torch.float32))
     removed = formats.parse("removed").encode(weight)

@@ -39,7 +39,7 @@ class QuadraticObjective(Objective):
     Args:
         num_groups: N.
         num_options: K.
-        seed: Of the coefficients.
+        seed: Seed of the coefficients.
         coupling: Size of the interactions relative to the separate terms.
         num_batches: Batches; each adds its own perturbation to the coefficients.
         batch_noise: Size of that perturbation.

@@ -59,14 +59,14 @@ class Case:
 
 
 def job_of(shape: str, job: Job | None) -> Job:
-    """What is searched for on a shape: unless asked for, experts are pruned and all else is quantized."""
+    """Kind of search on a shape: as given, else experts are pruned and all else is quantized."""
     if job == "prune" and not _sparse(shape):
         raise ValueError(f"{shape} has no experts to prune; take olmoe or qwen3-30b-a3b, or quantize it.")
     return job or ("prune" if _sparse(shape) else "quantize")
 
 
 def quick_shape(shape: str, job: str) -> str:
-    """The small shape that stands in for another, experts for experts."""
+    """The small shape of the same kind (with or without experts)."""
     if shape.startswith("quick"):
         return shape
     return "quick-moe" if job == "prune" or _sparse(shape) else "quick"
@@ -118,16 +118,16 @@ def make_case(
 
     Args:
         shape: Name of the shape.
-        device: Where to.
+        device: Device of the model.
         length: Tokens per sequence.
-        sequences: How many.
+        sequences: Number of sequences.
         group: Columns that share a scale.
         layers: Fewer blocks than the shape has.
-        loaded: The model, if it is there already.
+        loaded: The model, if it exists already.
         checkpointing: Recompute activations in the backward pass.
-        memory: Where the packed options are kept.
-        packed: The options, if they are there already.
-        job: What to search for, see :func:`job_of`.
+        memory: Memory that holds the packed options.
+        packed: The options, if they exist already.
+        job: Kind of search, see :func:`job_of`.
     """
     if loaded is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -154,7 +154,7 @@ def make_case(
 
 
 def stored_shapes(linears: Sequence[LinearInfo]) -> dict[str, tuple[int, int]]:
-    """What a store of their candidates holds: linears, and the experts of a layer below each other."""
+    """Shapes of their candidates in a store: linears, and the experts of a layer stacked."""
     found: dict[str, tuple[int, int]] = {}
     for info in linears:
         name = candidate_name(info)
@@ -170,7 +170,7 @@ def sampled_gates(case: Case, samples: int) -> list[Tensor]:
 
 @contextmanager
 def sample_of(case: Case) -> Iterator[Callable[[], Tensor]]:
-    """One sample of the search, as a search does it: gates in, loss and gate gradients out."""
+    """One sample as in a search: gates in, loss and gate gradients out."""
     (gates,) = sampled_gates(case, 1)
     with case.backend.objective(case.data) as objective:
         yield lambda: objective.enqueue(gates, 0)()[1]

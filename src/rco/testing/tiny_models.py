@@ -1,6 +1,6 @@
 """Random models of a few thousand weights: one for every row of the architecture table, and mixtures of experts.
 
-For tests, benchmarks and trying out a new row: the structure is the real one, the numbers mean nothing.
+For tests, benchmarks and trying out a new row: the structure is real, the weights are random.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LATENT: dict[str, Any] = {
     "head_dim": 4,
 }  # fmt: skip
 
-# What each architecture needs beyond or instead of the common settings; None removes a setting.
+# Settings of each architecture beyond or instead of the common ones; None removes a setting.
 _OWN: dict[str, dict[str, Any]] = {
     "gemma2": {**_GEMMA, "final_logit_softcapping": 3.0},
     "gemma3_text": {**_GEMMA, "num_hidden_layers": 7, "final_logit_softcapping": 3.0},
@@ -287,7 +287,7 @@ def tiny_moe(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **cha
     Args:
         name: One of :data:`TINY_MOE_NAMES`.
         seed: Seed of the weights.
-        dtype: Of the weights.
+        dtype: Type of the weights.
         changes: Configuration fields to set differently.
     """
     import transformers
@@ -306,7 +306,7 @@ def tiny_moe(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **cha
 
 
 def wide_moe(experts: int, hidden: int, *, layers: int = 2, vocabulary: int = 1024) -> nn.Module:
-    """A random model with many experts in every layer, of which a token sees eight: what steps are timed on."""
+    """A random model with many experts in every layer, eight of them per token, for timing steps."""
     return tiny_moe(
         "qwen3_moe",
         vocab_size=vocabulary,
