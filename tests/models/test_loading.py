@@ -187,7 +187,7 @@ def test_a_file_that_is_no_safetensors(folder):
     with pytest.raises(ModelError, match="header is not JSON"):
         check_safetensors(shard)
     shard.write_bytes((2).to_bytes(8, "little") + b"{}" + b"extra")
-    with pytest.raises(ModelError, match="is damaged: it has 15 bytes, its header promises 10"):
+    with pytest.raises(ModelError, match="is damaged: it has 15 bytes, its header says 10"):
         check_safetensors(shard)
 
 

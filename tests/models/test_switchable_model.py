@@ -279,7 +279,7 @@ def test_errors_say_what_is_wrong(setting):
     with switchable_model(model, modules) as gated:
         with pytest.raises(ValueError, match=f"first is '{first}'"):
             gated.set_gates(draw_gates(count), {name: row for name, row in rows.items() if name != first})
-        with pytest.raises(ValueError, match="asks for row"):
+        with pytest.raises(ValueError, match="has row"):
             gated.set_gates(draw_gates(count - 1), rows)
         with pytest.raises(ValueError, match="has 4 options, the gates have 3"):
             gated.set_gates(torch.eye(3)[[0] * count], rows)

@@ -1,4 +1,4 @@
-"""All that knows Hugging Face models: names, loading, the architecture table, block-wise capture."""
+"""Hugging Face models: names, loading, the architecture table, block-wise capture."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Running a model block by block, and looking at what its linears read.
+"""Block-wise execution of a model, and capture of the inputs of its linears.
 
 Calibration that quantizes block after block needs the input of each block under the blocks already changed, not a
 full forward pass per block. :class:`BlockInputs` holds that input for all sequences and moves it through one block
-at a time; :func:`linear_inputs` streams what named linears of a block read. :func:`lone_block` runs one block by
-itself, which is how a model is sized up without running it.
+at a time; :func:`linear_inputs` streams the inputs of named linears of a block. :func:`lone_block` runs one block
+by itself, to measure its memory without running the model.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class _Reached(BaseException):
 
 @dataclass(frozen=True)
 class _Call:
-    """What a block is given beside its hidden states: masks, rotary tables, positions."""
+    """Arguments of a block besides its hidden states: masks, rotary tables, positions."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class BlockInputs:
-    """The hidden states that enter the next block, for every sequence, and what else the blocks are given.
+    """Hidden states that enter the next block, for every sequence, and the other arguments of the blocks.
 
-    Only one batch of sequences is on the model's device at a time. Blocks see the very arguments that a whole
-    forward pass would give them (each block its own: sliding and full attention have different masks), so running
+    Only one batch of sequences is on the model's device at a time. Blocks get the same arguments as in a whole
+    forward pass (each block its own: sliding and full attention have different masks), so running
     all of them and the final norm reproduces :meth:`Layout.final_hidden` bit for bit.
 
     Attributes:
-        hidden: (S, L, H) on the storage device; what enters block ``position``. To resume, set both.
-        position: Index of the block that comes next.
+        hidden: (S, L, H) on the storage device; the input of block ``position``. To resume, set both.
+        position: Index of the next block.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class BlockInputs:
         batch_size: int = 8,
         storage: str | torch.device | None = None,
     ) -> BlockInputs:
-        """Embed all sequences and record what every block is given; no block is computed.
+        """Embed all sequences and record the arguments of every block; no block is computed.
 
         Args:
             model: The causal language model.
             layout: Its row of the architecture table.
             tokens: (S, L) token ids, without padding.
             batch_size: Sequences on the model's device at a time.
-            storage: Where the hidden states of all sequences are kept; None for the model's device.
+            storage: Device of the hidden states of all sequences; None for the model's device.
         """
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ValueError(
@@ -92,7 +92,7 @@ class BlockInputs:
         for start in range(0, len(tokens), batch_size):
             ids = tokens[start : start + batch_size].to(device)
             first, given = _trace(model, layout, ids)
-            # Without padding these depend on the shape alone, so one copy serves all batches of that shape.
+            # Without padding these depend on the shape alone, so one copy is enough for all batches of that shape.
             calls.append(by_shape.setdefault(ids.shape, given))
             if hidden is None:
                 place = device if storage is None else torch.device(storage)
@@ -106,9 +106,9 @@ class BlockInputs:
 
     @torch.no_grad()
     def outputs(self, block: nn.Module | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """Run the next block over all sequences: yields which sequences, and its output (b, L, H) for them.
+        """Run the next block over all sequences: yields slices of sequences with its output (b, L, H) for them.
 
-        ``block`` stands in for the model's own block, for instance a quantized copy. Nothing is stored.
+        ``block`` replaces the model's own block, for instance by a quantized copy. Nothing is stored.
         """
         if self.position >= len(self._blocks):
             raise IndexError(f"All {len(self._blocks)} blocks have been run; call finish() or capture again.")
@@ -122,14 +122,14 @@ class BlockInputs:
             yield rows, result[0] if isinstance(result, tuple) else result
 
     def observe(self, block: nn.Module | None = None) -> None:
-        """Run the next block and drop the outputs: for hooks that look at what happens inside."""
+        """Run the next block and drop the outputs, for hooks inside the block."""
         for _ in self.outputs(block):
             pass
 
     def advance(self, block: nn.Module | None = None) -> None:
         """Run the next block and make its outputs the inputs of the one after it.
 
-        Interrupted half-way the hidden states are a mixture; capture again, or set ``hidden`` from a saved copy.
+        After an interruption the hidden states are a mixture; capture again, or set ``hidden`` from a saved copy.
         """
         for rows, output in self.outputs(block):
             self.hidden[rows] = output.to(self.hidden.device)
@@ -137,9 +137,11 @@ class BlockInputs:
 
     @torch.no_grad()
     def finish(self) -> Tensor:
-        """(S, L, H) after the final norm, once every block has been run: what the output layer reads."""
+        """(S, L, H) after the final norm, once every block has been run: the input of the output layer."""
         if self.position != len(self._blocks):
-            raise IndexError(f"{len(self._blocks) - self.position} blocks have not been run yet.")
+            raise IndexError(
+                f"{len(self._blocks) - self.position} blocks have not been run yet; call advance() for each."
+            )
         norm = self.layout.final_norm(self.model)
         parameter = next(norm.parameters(), None)
         device = self.hidden.device if parameter is None else parameter.device
@@ -152,11 +154,11 @@ class BlockInputs:
 
 @dataclass(frozen=True)
 class LoneBlock:
-    """One block with the arguments that the model gives it, in the type to compute in.
+    """One block with the arguments from the model, in the type to compute in.
 
     Attributes:
         block: The block.
-        hidden: (1, T, H), an input for it: the embedding of tokens that all differ, as far as there are as many.
+        hidden: (1, T, H), an input for it: the embedding of distinct tokens, as far as the vocabulary allows.
     """
 
     block: nn.Module
@@ -171,7 +173,7 @@ class LoneBlock:
 
     @property
     def held(self) -> list[Tensor]:
-        """What a pass finds there: parameters, buffers, masks and rotary tables."""
+        """Tensors held before a pass: parameters, buffers, masks and rotary tables."""
         given = [
             leaf for leaf in tree_leaves((self._call.args, self._call.kwargs)) if isinstance(leaf, Tensor)
         ]
@@ -182,9 +184,9 @@ class LoneBlock:
 def lone_block(
     model: nn.Module, layout: Layout, index: int, *, tokens: int, dtype: torch.dtype
 ) -> Iterator[LoneBlock]:
-    """Block ``index`` ready to run on ``tokens`` tokens in ``dtype``; leaving gives it its own type back.
+    """Block ``index`` ready to run on ``tokens`` tokens in ``dtype``; its own type is restored on exit.
 
-    Nothing but the embedding of the tokens is computed for it.
+    Only the embedding of the tokens is computed.
     """
     embedding = layout.embedding(model).weight
     ids = torch.arange(tokens, device=embedding.device)[None] * 7919 % embedding.shape[0]
@@ -202,7 +204,7 @@ def lone_block(
 
 
 def block_kinds(model: nn.Module, layout: Layout) -> list[tuple[int, int]]:
-    """The first block of every kind, and how many there are like it.
+    """The first block of every kind, and the number of blocks of that kind.
 
     Blocks are alike if they hold parameters of the same names and rows of the same length, so that sparse layers
     with more or fewer experts are of one kind.
@@ -244,7 +246,7 @@ def _trace(model: nn.Module, layout: Layout, ids: Tensor) -> tuple[Tensor, list[
 
 @contextmanager
 def _replaced_forward(blocks: list[nn.Module], forward: Callable[..., Tensor]) -> Iterator[None]:
-    # An instance may carry a forward of its own (device hooks do that): put back exactly what was there.
+    # An instance may have its own forward (device hooks set one): restore exactly what was there.
     before = [vars(block).get("forward") for block in blocks]
     try:
         for block in blocks:

@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder: which there are, whether they are complete, and a hash of their content."""
+"""Files of a checkpoint folder: their list, completeness checks, and a hash of their content."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(
             f"{folder} holds no config.json, so it is not a Hugging Face model folder; pass the folder that "
-            "save_pretrained wrote or that the Hub gave."
+            "save_pretrained wrote or that was downloaded from the Hub."
         )
     config = _read_json(path)
     if not isinstance(config.get("model_type"), str):
@@ -49,7 +49,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Files that hold the weights, in a fixed order; every one of them exists and is whole.
+    """Files that hold the weights, in a fixed order; all of them exist and are complete.
 
     Raises:
         ModelError: No weights, a missing shard, or a truncated safetensors file; the message names the file.
@@ -64,7 +64,9 @@ def weight_files(folder: Path) -> list[Path]:
     elif (folder / _BIN_INDEX).is_file():
         return _shards(folder / _BIN_INDEX)
     else:
-        raise ModelError(f"{folder} holds no weights: neither model.safetensors nor {_INDEX} is there.")
+        raise ModelError(
+            f"{folder} holds no weights, neither model.safetensors nor {_INDEX}; download them again."
+        )
     for file in files:
         check_safetensors(file)
     return files
@@ -85,10 +87,10 @@ def _shards(index: Path) -> list[Path]:
 
 
 def check_safetensors(path: Path) -> None:
-    """Compare the length of a safetensors file with what its header promises.
+    """Compare the length of a safetensors file with its header.
 
     Raises:
-        ModelError: The file is truncated, has bytes too many, or is no safetensors file.
+        ModelError: The file is truncated, too long, or not a safetensors file.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -99,18 +101,20 @@ def check_safetensors(path: Path) -> None:
         try:
             header = json.loads(file.read(length))
         except (UnicodeDecodeError, json.JSONDecodeError):
-            raise ModelError(f"{path} is not a safetensors file: its header is not JSON.") from None
+            raise ModelError(
+                f"{path} is not a safetensors file: its header is not JSON; download it again."
+            ) from None
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     expected = 8 + length + max(ends, default=0)
     if size != expected:
         kind = "truncated" if size < expected else "damaged"
         raise ModelError(
-            f"{path} is {kind}: it has {size} bytes, its header promises {expected}; download it again."
+            f"{path} is {kind}: it has {size} bytes, its header says {expected}; download it again."
         )
 
 
 def folder_fingerprint(folder: Path, files: list[Path]) -> str:
-    """A hash of the config and of every byte of the weights; the same wherever the folder lies."""
+    """A hash of the config and of every byte of the weights; independent of the folder's path."""
     digest = hashlib.sha256()
     if (folder / "config.json").is_file():
         config = {key: value for key, value in read_config(folder).items() if key not in _VOLATILE}
@@ -122,8 +126,8 @@ def folder_fingerprint(folder: Path, files: list[Path]) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, remembered while its size and time stay the same."""
-    # In the Hub's cache a weight file is a link to a blob that is named by this very hash.
+    """SHA-256 of a file, cached while its size and modification time stay the same."""
+    # In the Hub's cache a weight file is a link to a blob whose name is this hash.
     target = path.resolve()
     if path.is_symlink() and _SHA256.fullmatch(target.name):
         return target.name

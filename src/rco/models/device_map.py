@@ -22,11 +22,11 @@ class DeviceMap:
     """Division of a model among GPUs.
 
     Args:
-        strategy: As in accelerate: ``auto`` and ``balanced`` fill all GPUs alike, ``sequential`` one after another.
+        strategy: As in accelerate: ``auto`` and ``balanced`` fill GPUs evenly, ``sequential`` one after another.
         gpus: Numbers of the GPUs to use.
 
     Raises:
-        ModelError: There are no such GPUs, or accelerate is not installed.
+        ModelError: The machine has no such GPUs, or accelerate is not installed.
     """
 
     strategy: Strategy
@@ -41,16 +41,16 @@ class DeviceMap:
         if not self.gpus or max(self.gpus) >= there:
             raise ModelError(
                 f"A device map divides a model among GPUs: this machine has {there}, and {list(self.gpus)} were "
-                "asked for. Leave out `device_map`."
+                "requested. Leave out `device_map`."
             )
         require("accelerate", "A device map")
 
     def free_memory(self) -> dict[int, int]:
-        """Free bytes of every GPU; what is not named here is not used."""
+        """Free bytes of every GPU; other devices are not used."""
         return {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in self.gpus}
 
     def check(self, model: nn.Module, label: str) -> None:
-        """Refuse a model of which a part has been left outside the GPUs: its weights could not be exchanged."""
+        """Raise an error if a part of a model is not on a GPU, where its weights could not be switched."""
         places: dict[str, Any] = getattr(model, "hf_device_map", {})
         outside = [name for name, place in places.items() if place in ("cpu", "disk", "meta")]
         if outside:

@@ -1,8 +1,8 @@
-"""How a model's weights are called and shaped in a GGUF file.
+"""Names and shapes of a model's weights in a GGUF file.
 
 One table maps the linears of :mod:`rco.models.layout` to llama.cpp's names; llama.cpp's converter renames, splits,
-stacks and transposes on the way, and what it does to shapes is repeated here, because block types divide *its*
-rows. Where the converter keeps a tensor in float32 whatever is asked (norms, biases, routers), so does this list.
+stacks and transposes them, and its changes of shapes are repeated here, because block types divide *its* rows.
+Tensors that the converter always keeps in float32 (norms, biases, routers) are float32 here as well.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _LINEARS: dict[str, tuple[str, ...]] = {
     "mlp.dense_4h_to_h": ("ffn_down",),
 }
 _EXPERT_INDEX = re.compile(r"(?<=\.experts\.)\d+\.")
-# Two-dimensional and yet float32 in every file: routers, positions, convolutions, norms per head.
+# Two-dimensional tensors that are float32 in every file: routers, positions, convolutions, norms per head.
 _FLOAT32 = re.compile(
     r"(norm|mlp\.gate|mlp\.router|shared_expert_gate|wpe|conv1d)\.weight$|_bias$|bias$|sinks$"
 )
@@ -65,8 +65,8 @@ class GGUFTensor:
     Attributes:
         name: Name in the file; for a tensor that stays float32, its name in the model.
         rows: Rows in all, those of every expert together.
-        columns: Length of a row: what blocks must divide.
-        float32: Stored as float32 whatever a recipe says.
+        columns: Length of a row, which blocks must divide.
+        float32: Stored as float32 whatever the recipe.
     """
 
     name: str
@@ -79,7 +79,7 @@ def gguf_names(layout: Layout, linear: str) -> tuple[str, ...]:
     """Names in the file of a linear's weight, most often one; a single expert's is that of all experts.
 
     Raises:
-        ModelError: llama.cpp has no name for it, or none that is known here.
+        ModelError: llama.cpp has no name for it, or it is not in the table.
     """
     if linear in ("lm_head", "embed_out"):
         return ("output.weight",)
@@ -118,7 +118,7 @@ def _converted(layout: Layout, config: Any, name: str, shape: tuple[int, ...]) -
     inside = name.startswith(f"{layout.backbone}.")
     head = name in ("lm_head.weight", "embed_out.weight")
     if not (inside or head):
-        return []  # a vision tower is a file of its own
+        return []  # a vision tower has its own file
     size = 1
     for extent in shape:
         size *= extent
@@ -141,7 +141,7 @@ def _extents(config: Any, name: str, shape: tuple[int, ...], size: int) -> list[
         if name.endswith("gate_up_proj"):
             return [(size // hidden // 2, hidden)] * 2
         return [(shape[0] * hidden, size // shape[0] // hidden)]
-    if name.endswith("kv_b_proj.weight"):  # keys transposed, values as they are, head by head
+    if name.endswith("kv_b_proj.weight"):  # keys transposed, values not, head by head
         heads, rank = config.num_attention_heads, config.kv_lora_rank
         return [(heads * rank, config.qk_nope_head_dim), (heads * config.v_head_dim, rank)]
     if name.endswith("in_proj_qkvz.weight"):

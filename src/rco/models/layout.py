@@ -1,7 +1,7 @@
-"""Where things are in a decoder-only model: one table row per architecture.
+"""Layout of decoder-only models: one table row per architecture.
 
-A row says where the blocks are, which linears a block holds, which of them a serving engine merges into one
-matrix, and what stands between the last hidden state and the logits. Everything else in the package asks the row.
+A row holds the path of the blocks, the linears of a block, those that a serving engine merges into one matrix, and
+the steps from the last hidden state to the logits. The rest of the package takes these from the row.
 To support another architecture, add a row to :data:`ARCHITECTURES` and a tiny configuration to
 :mod:`rco.testing.tiny_models`; the tests then cover it.
 """
@@ -57,7 +57,7 @@ class LinearInfo:
 
     @property
     def weight(self) -> Tensor:
-        """The weight as (out_features, in_features); a view, whichever way it is stored."""
+        """The weight as (out_features, in_features); a view, also if it is stored transposed."""
         stored: Tensor = self.module.weight  # type: ignore[assignment]
         return stored.T if self.transposed else stored
 
@@ -79,7 +79,7 @@ class LinearInfo:
 
 @dataclass(frozen=True, eq=False)
 class HeadSpec(Head):
-    """The map from last hidden states to logits, as the losses take it, and where it comes from.
+    """The map from last hidden states to logits, as an input of the losses, and its origin.
 
     Attributes:
         tied: The weight is also the embedding's.
@@ -107,13 +107,13 @@ class Layout:
         model_type: ``config.model_type`` of the architecture.
         linear_paths: Linears inside a block, in the order they run. A block need not have all of them: layers may
             alternate between kinds of attention, or between a dense and a sparse feed-forward part.
-        fused_paths: Sets of those that serving engines merge into one matrix. They read the same input, so one
-            input statistic serves a whole set.
+        fused_paths: Sets of those that serving engines merge into one matrix. They have the same input, so one
+            input statistic is enough for a set.
         backbone: The stack below the output layer.
         block_list: The list of blocks inside the backbone.
         norm: The norm after the last block, inside the backbone.
-        moe: The sparse feed-forward part inside a block; what lies inside belongs to :mod:`rco.models.moe`, save
-            the linears named above.
+        moe: The sparse feed-forward part inside a block; :mod:`rco.models.moe` handles its modules except the
+            linears named above.
         kept: Linears inside a block that are never compressed: routers and gates of a few rows.
         softcap: Field of the config with the bound of the logits.
         logit_multiplier: Field of the config that multiplies the logits.
@@ -168,7 +168,7 @@ class Layout:
             for path, module in modules.items():
                 if path not in self.kept and _is_linear(module):
                     logger.warning(
-                        "%s.%s is a linear that the table row of %s does not name; it stays as it is.",
+                        "%s.%s is a linear that is not in the table row of %s; it is not compressed.",
                         prefix, path, self.model_type,
                     )  # fmt: skip
         if include_head:
@@ -224,7 +224,7 @@ class Layout:
         return cast(nn.Embedding, cast(Any, model).get_input_embeddings())
 
     def head(self, model: nn.Module) -> HeadSpec:
-        """What turns last hidden states into logits."""
+        """The map from last hidden states to logits."""
         name, module = _output_layer(model)
         config = text_config(cast(Any, model).config)
         scale = 1.0
@@ -246,9 +246,9 @@ class Layout:
     def final_hidden(
         self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """Hidden states (B, T, H) after the final norm: exactly what the output layer reads.
+        """Hidden states (B, T, H) after the final norm: exactly the input of the output layer.
 
-        Gradients flow if they are enabled. Nothing of size tokens x vocabulary is made.
+        Gradients flow if they are enabled. No tensor of size tokens x vocabulary is made.
         """
         stack = self.stack(model)
         with whole_sequences(stack):
@@ -274,12 +274,12 @@ def _output_layer(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def text_config(config: Any) -> Any:
-    """The language part of a configuration, which is the whole one for models of text alone."""
+    """The language part of a configuration; all of it for text-only models."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _is_linear(module: nn.Module) -> bool:
-    # GPT-2's Conv1D is known by name: importing its class would import transformers.
+    # GPT-2's Conv1D is recognised by name: importing its class would import transformers.
     if not isinstance(module, nn.Linear) and type(module).__name__ != "Conv1D":
         return False
     weight = getattr(module, "weight", None)

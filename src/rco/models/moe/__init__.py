@@ -1,1 +1,1 @@
-"""Mixture-of-experts layers: where they are, how they route, and how experts are gated, scored and removed."""
+"""Mixture-of-experts layers: their layout and routing; gating, scoring and removal of experts."""

@@ -1,8 +1,8 @@
-"""Running experts on lists of (token, expert) pairs: one grouped multiplication per projection, no loop.
+"""Execution of experts on lists of (token, expert) pairs: one grouped multiplication per projection, no loop.
 
-Gates ask for more pairs than the output needs: *probes*, what an expert would have said to a token that was not
-sent to it. Only the inner product of a probe's output with the output's gradient counts: nothing flows back through
-a probe, which so costs half of a real pair, and none is computed before the backward pass has that gradient.
+Gates need more pairs than the output: *probes*, the output of an expert for a token that was not routed to it. Only
+the inner product of a probe's output with the output's gradient is used: no gradient flows back through a probe,
+which so costs half of a real pair, and none is computed before the backward pass has that gradient.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ class ExpertWeights:
 
     @property
     def num_experts(self) -> int:
-        """Experts held."""
+        """Number of experts."""
         return int(self.up.shape[0])
 
     def dense(self) -> ExpertWeights:
-        """Themselves: weights that are there need not be decoded."""
+        """The weights themselves, which need no decoding."""
         return self
 
     def option_gradient(self, up: Tensor, down: Tensor, idle: Tensor) -> Tensor:
-        """Plain weights have no options."""
+        """Raise an error: plain weights have no options."""
         raise TypeError(
             "Only experts with options have gradients for them; see rco.models.moe.switchable_experts."
         )
 
 
 class ExpertSource(Protocol):
-    """Where :class:`PairedExperts` gets its weights, in the forward and again in the backward pass."""
+    """Source of the weights of :class:`PairedExperts`, in the forward and again in the backward pass."""
 
     def dense(self) -> ExpertWeights:
         """The weights to compute with; valid until the next call."""
@@ -75,7 +75,7 @@ class ExpertSource(Protocol):
     def option_gradient(self, up: Tensor, down: Tensor, idle: Tensor) -> Tensor:
         """Gradient of the option gates from the gradients of the weights, (experts, out, in).
 
-        Those of experts that are ``idle``, which no token visited, are undefined and count as zero.
+        Gradients of ``idle`` experts, which no token visited, are undefined and count as zero.
         """
         ...
 
@@ -160,12 +160,12 @@ class ExpertPairs:
         return cls(order, tokens[order], ordered, _run_ends(ordered, num_experts))
 
     def unsort(self, values: Tensor) -> Tensor:
-        """Sorted rows back in the order that the pairs came in."""
+        """Sorted rows in the original order of the pairs."""
         return values.index_select(0, self.places)
 
     @cached_property
     def places(self) -> Tensor:
-        """(pairs,) position in the sorted list; rows are gathered by it, several times faster than put in order."""
+        """(pairs,) position in the sorted list; gathering rows by it is several times faster than scattering."""
         places = torch.empty_like(self.order)
         places[self.order] = torch.arange(len(places), device=places.device)
         return places
@@ -178,7 +178,7 @@ def routed_tokens(indices: Tensor) -> Tensor:
 
 
 def _run_ends(ordered: Tensor, num_experts: int) -> Tensor:
-    # Unlike bincount, a search need not know the largest value, so nobody waits for the device.
+    # Unlike bincount, searchsorted does not need the largest value, so the host does not wait for the device.
     experts = torch.arange(num_experts, device=ordered.device)
     return torch.searchsorted(ordered, experts, right=True, out_int32=True)
 
@@ -200,7 +200,7 @@ def _lower(inner: Tensor, experts: Tensor, ends: Tensor, weights: ExpertWeights)
 
 
 Ask = Callable[[Tensor, Tensor], Tensor]
-"""Tokens and experts of probes -> what :class:`PairedExperts` says about them."""
+"""Tokens and experts of probes -> their inner products, see :class:`PairedExperts`."""
 
 
 class PairedExperts(torch.autograd.Function):
@@ -208,12 +208,12 @@ class PairedExperts(torch.autograd.Function):
 
     ``apply(hidden, routing_weights, gates, option_gates, pairs, source, gate_gradient)`` returns (tokens, width).
     Backward forms ``a = <dL/dy_token, f_expert(token)>`` for every pair: it is the gradient of the routing weight.
-    ``gate_gradient(a, ask)`` turns it into the gradient of ``gates``; ``ask(tokens, experts)`` gives it the same
-    number for probes. Nothing of a probe is needed, computed or kept before that.
+    ``gate_gradient(a, ask)`` turns it into the gradient of ``gates``; ``ask(tokens, experts)`` returns the same
+    number for probes, which are computed only then.
 
-    Where ``option_gates`` are given, the gradients of the experts' weights are formed, one matrix per expert and
-    projection, and ``source.option_gradient`` meets them with every option; otherwise expert weights get no
-    gradient: the search has them frozen.
+    If ``option_gates`` are given, the gradients of the experts' weights are formed, one matrix per expert and
+    projection, and ``source.option_gradient`` forms their inner products with every option; otherwise expert
+    weights get no gradient, since they are frozen in a search.
     """
 
     @staticmethod
@@ -232,7 +232,7 @@ class PairedExperts(torch.autograd.Function):
         risen = _rise(hidden, pairs, weights)
         outputs = _lower(weights.activate(risen), pairs.experts, pairs.ends, weights)
         slot_weights = routing_weights.reshape(-1)[pairs.order]
-        # The hidden states are needed for probes and for the weights' gradients alone.
+        # The hidden states are needed only for probes and for the weights' gradients.
         kept = hidden if ctx.needs_input_grad[2] or ctx.needs_input_grad[3] else None
         ctx.save_for_backward(risen, slot_weights, kept)
         ctx.pairs, ctx.source, ctx.gate_gradient = pairs, source, gate_gradient
@@ -251,7 +251,7 @@ class PairedExperts(torch.autograd.Function):
         risen, slot_weights, hidden = ctx.saved_tensors
         shape, hidden_dtype, weight_dtype = ctx.shape
         spread = grad.index_select(0, pairs.tokens)
-        # q = W_down^T g serves twice: <q, activation> is <g, f>, and w * q is the gradient of the activation.
+        # q = W_down^T g is used twice: <q, activation> is <g, f>, and w * q is the gradient of the activation.
         q = grouped_linear(spread, weights.down.transpose(1, 2), pairs.ends)
         with torch.enable_grad():
             leaf = risen.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Taking experts out of a model for good: router rows, expert tensors and biases shrink together."""
+"""Physical removal of experts from a model: router rows, expert tensors and biases shrink together."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["KeepPlan", "keep_plan", "pad_experts", "prune_experts", "split_keep"
 
 @dataclass(frozen=True)
 class KeepPlan:
-    """Which experts of a model stay, and what a stock checkpoint can say about it.
+    """Experts of a model that stay, and the kinds of checkpoint that can hold the choice.
 
     Attributes:
         kept: For every sparse layer, the (sorted) experts that stay.
-        group_sizes: For every sparse layer, the experts that stay in each group; None for routers without.
-        stock_obstacle: Why a stock checkpoint cannot hold this choice; None where it can.
-        pad_obstacle: Why padding to one count cannot hold it; None where it can.
+        group_sizes: For every sparse layer, the experts that stay in each group; None for routers without groups.
+        stock_obstacle: Reason why a stock checkpoint cannot hold this choice; None if it can.
+        pad_obstacle: Reason why padding to one count cannot hold it; None if it can.
     """
 
     kept: tuple[tuple[int, ...], ...]
@@ -74,7 +74,7 @@ def split_keep(layers: Sequence[MoELayer], keep: Tensor | Sequence[Tensor]) -> l
 
 
 def keep_plan(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> KeepPlan:
-    """Turn a mask into the experts that stay, and find out which kinds of checkpoint can hold the choice."""
+    """Turn a mask into the experts that stay, and determine which kinds of checkpoint can hold the choice."""
     layers = moe_layers(model)
     masks = split_keep(layers, keep)
     kept = tuple(tuple(mask.nonzero().squeeze(-1).tolist()) for mask in masks)
@@ -89,7 +89,7 @@ def keep_plan(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> KeepPlan:
 
 
 def prune_experts(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> Any:
-    """A model without the pruned experts; every tensor that pruning leaves alone is shared with ``model``.
+    """A model without the pruned experts; every tensor that pruning does not change is shared with ``model``.
 
     The same count in every layer gives the stock class with a smaller count in its configuration. Different
     counts give a subclass that reads ``num_experts_per_layer``.
@@ -121,7 +121,7 @@ def pad_experts(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> Any:
     """Like :func:`prune_experts`, with every layer (and group) filled to one count by slots that never win.
 
     A filled slot has a router row of zeros, expert weights of zero and a constant in its router so low that no
-    survivor can rank below it. Only routers that have such a constant can say this.
+    survivor can rank below it. Only routers with such a constant support this.
 
     Raises:
         ValueError: The router has no constant per expert, or groups get too small.
@@ -158,7 +158,7 @@ def _shared_copy(model: nn.Module) -> tuple[Any, list[MoELayer]]:
 
 
 def _forget_earlier_pruning(model: Any, layers: Sequence[MoELayer]) -> None:
-    """Take back what an earlier pruning has said about counts per layer; the next one says its own."""
+    """Remove the counts per layer of an earlier pruning; the next one sets its own."""
     _drop_base(model, PrunedExpertsMixin)
     for layer in layers:
         _drop_base(layer.router, RaggedGroupsMixin)
@@ -169,7 +169,7 @@ def _forget_earlier_pruning(model: Any, layers: Sequence[MoELayer]) -> None:
 
 
 def _drop_base(module: Any, mixin: type) -> None:
-    """Give a module of a class made with a mixin the class that it was made from."""
+    """Reset the class of a module from one made with a mixin to the original class."""
     order = type(module).__mro__
     if mixin in order:
         module.__class__ = order[order.index(mixin) + 1]
@@ -198,7 +198,7 @@ def _take(layer: MoELayer, slots: Tensor) -> None:
 
 
 def _drop_idle_groups(text: Any, layers: Sequence[MoELayer]) -> None:
-    """Groups that a token may all use say nothing; as one group they have no divisibility to break."""
+    """Merge groups that a token may all use into one, which has no divisibility constraint."""
     if any(layer.rule.grouped for layer in layers) or getattr(text, "n_group", None) in (None, 1):
         return
     text.n_group = text.topk_group = 1
@@ -207,7 +207,7 @@ def _drop_idle_groups(text: Any, layers: Sequence[MoELayer]) -> None:
 
 
 def _short(layer: MoELayer, sizes: Sequence[int]) -> bool:
-    """Whether some choice of groups could offer fewer experts than the router picks."""
+    """Whether some choice of groups could hold fewer experts than the router picks."""
     alive = sorted(size for size in sizes if size)
     return len(alive) < layer.rule.chosen_groups or sum(alive[: layer.rule.chosen_groups]) < layer.top_k
 
@@ -221,7 +221,7 @@ def _stock_obstacle(
     if sizes is None:
         return None
     if len({size for layer in sizes for size in layer}) > 1:
-        return "groups keep different numbers of experts, and a stock group-limited router knows one size"
+        return "groups keep different numbers of experts, and a stock group-limited router supports one size"
     if layers[0].rule.score == "sigmoid" and sizes[0][0] < 2:
         return "groups keep one expert each, and the stock router ranks a group by its two best"
     if any(_short(layer, s) for layer, s in zip(layers, sizes, strict=True)):

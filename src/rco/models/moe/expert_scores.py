@@ -1,7 +1,7 @@
 """Scores of experts from one pass over calibration tokens: REAP saliency, routing frequency, router mass.
 
-All three are sums over tokens: a pass may have batches of any size and keeps three numbers per expert. Scores serve
-as baselines (prune the lowest) and as initial logits of a search.
+All three are sums over tokens: a pass may have batches of any size and keeps three numbers per expert. Scores are
+used as baselines (prune the lowest) and as initial logits of a search.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ExpertScores:
         """Add the tokens of one batch.
 
         Args:
-            layer: Which layer.
+            layer: Index of the layer.
             indices: (tokens, top_k) experts that each token visits.
             weights: (tokens, top_k) routing weights.
             norms: (tokens, top_k) Euclidean norms of the experts' outputs, before weighting.
@@ -90,7 +90,7 @@ class ExpertScores:
             self._mass[layer] += other._mass[layer]
 
     def score(self, name: ScoreName) -> list[Tensor]:
-        """One (experts,) float64 tensor per layer; higher is more worth keeping.
+        """One (experts,) float64 tensor per layer; experts with higher scores are kept.
 
         * ``reap``: mean over the tokens that visit an expert of routing weight times output norm; 0 for an
           expert that no token visits.
@@ -116,8 +116,8 @@ def collect_expert_scores(
 
     Args:
         model: A model with experts.
-        batches: Token ids (batch, length), alone or with a boolean mask of the same shape that says which
-            tokens count.
+        batches: Token ids (batch, length), alone or with a boolean mask of the same shape, true for tokens
+            that count.
     """
     layers = moe_layers(model)
     scores = ExpertScores([layer.num_experts for layer in layers])
@@ -154,11 +154,11 @@ def collect_expert_scores(
 
 @torch.no_grad()
 def count_visits(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> list[list[int]]:
-    """For every sparse layer, how many tokens are routed to each of its experts.
+    """Number of tokens routed to each expert of every sparse layer.
 
     Args:
         model: A model with experts.
-        batches: Token ids (batch, length), and a boolean mask of the same shape that says which tokens count.
+        batches: Token ids (batch, length), and a boolean mask of the same shape, true for tokens that count.
     """
     layers = moe_layers(model)
     device = next(model.parameters()).device

@@ -36,14 +36,14 @@ class ExpertHessians:
     """Hessians of every expert's inputs, one for gate and up and one for down, from the tokens routed to it.
 
     An expert that few tokens visit would be fitted to those few. In each batch, an expert with fewer tokens than
-    its share of ``minimum`` therefore also sees the tokens with the highest router score for it among those sent
-    elsewhere; its down projection sees what the expert would compute for them. The numbers of added tokens are kept
-    for the report.
+    its share of ``minimum`` therefore also gets the tokens with the highest router score for it among those routed
+    elsewhere; its down projection gets the expert's activations for them. The numbers of added tokens are kept for
+    the report.
 
     Args:
         layer: The sparse layer.
-        tokens: Tokens that will be seen in all.
-        minimum: Least tokens per expert; 0 never tops up.
+        tokens: Total number of tokens to be added.
+        minimum: Least tokens per expert; 0 adds none.
 
     Attributes:
         visits: (experts,) tokens routed to each expert.
@@ -106,7 +106,10 @@ class ExpertHessians:
         tokens = (self.visits + self.added).clamp(min=1)
         total = self._down if down else self._up
         if not bool(torch.isfinite(total).all()):
-            raise ValueError(f"The inputs of experts in {self.layer.name} held NaN or infinite values.")
+            raise ValueError(
+                f"The inputs of experts in {self.layer.name} held NaN or infinite values; check the model and the "
+                "data."
+            )
         return total / tokens[:, None, None]
 
 
@@ -116,7 +119,7 @@ class SharedOptions:
 
     Attributes:
         layer: The sparse layer.
-        linears: Name of a linear inside the shared expert -> its options; None leaves the weight as it is.
+        linears: Name of a linear inside the shared expert -> its options; None leaves the weight unchanged.
     """
 
     layer: MoELayer
@@ -150,12 +153,12 @@ def layer_output_errors(
 
     One projection (gate, up or down) of one expert is at one of its options, everything else is the full model.
     An expert changes its layer's output by its routing weight times the change of its own, so that one grouped
-    pass per projection and option serves every expert of a layer.
+    pass per projection and option covers every expert of a layer.
 
     Args:
         model: The full model.
         options: Sparse layer -> its experts' options.
-        batches: Token ids (batch, length), and a mask of the same shape that says which tokens count.
+        batches: Token ids (batch, length), and a mask of the same shape, true for tokens that count.
         shared: Sparse layer -> options of its shared expert.
 
     Returns:
@@ -239,11 +242,11 @@ def expert_sensitivity(
     seed: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Tensor]:
-    """Predicted KL per token of leaving out each expert alone: one (experts,) float64 tensor per layer.
+    """Predicted KL per token of removing each expert alone: one (experts,) float64 tensor per layer.
 
     At the full model the KL has no first-order term; its second-order term is the Fisher form. With y drawn from
-    the model and c_t the first-order change of log p(y) when the expert leaves the router at token t (the next in
-    line steps in, weights are normalised anew), the KL of leaving it out is about E[c^2] / 2. Squares are summed
+    the model and c_t the first-order change of log p(y) when the expert leaves the router at token t (the runner-up
+    replaces it, weights are normalised anew), the KL of removing it is about E[c^2] / 2. Squares are summed
     token by token, as if an expert's effects on different tokens were independent: a few sequences suffice.
 
     Args:
@@ -252,7 +255,7 @@ def expert_sensitivity(
         head: Its output layer.
         tokens: (sequences, length) ids.
         mask: (sequences, length) booleans: the positions whose predictions count.
-        seed: Of the tokens that the model draws.
+        seed: Seed of the tokens that the model draws.
         on_progress: Called with (sequences done, all sequences).
     """
     generator = torch.Generator(device=loaded.device).manual_seed(seed)

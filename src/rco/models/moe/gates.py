@@ -27,14 +27,14 @@ __all__ = ["ExpertGates", "GateMode", "OptionSource", "expert_gates"]
 
 GateMode = Literal["deployed", "scale"]
 
-# Straight-through gates are sums of floats that should be 0 or 1; further away than this they are not.
+# Largest deviation of straight-through gates, sums of floats, from 0 or 1.
 _BINARY_TOLERANCE = 1e-3
 
 _paired: Callable[..., Tensor] = PairedExperts.apply
 
 
 class OptionSource(ExpertSource, Protocol):
-    """Experts at one option each; ``gates`` are those of the options, where they want a gradient."""
+    """Experts at one option each; ``gates`` are those of the options, if they need a gradient."""
 
     @property
     def gates(self) -> Tensor | None:
@@ -49,8 +49,8 @@ class ExpertGates:
         layers: The sparse layers.
         counts: Experts per layer; gates of layer ``l`` start at ``sum(counts[:l])``.
         mode: ``deployed`` or ``scale``, see :func:`expert_gates`.
-        room: For the probes of a backward pass.
-        devices: Where each layer is.
+        room: Buffer sizes for the probes of a backward pass.
+        devices: Device of each layer.
     """
 
     def __init__(self, layers: Sequence[MoELayer], mode: GateMode) -> None:
@@ -73,9 +73,9 @@ class ExpertGates:
         """Set all gates: 1 keeps an expert, 0 prunes it.
 
         Args:
-            keep: (num_gates,) values, or one tensor per layer. May carry gradient. ``deployed`` takes 0 and 1
-                alone (booleans too); ``scale`` takes any number.
-            values: The same numbers in host memory, where ``keep`` is on a device that nobody should wait for.
+            keep: (num_gates,) values, or one tensor per layer. May carry gradient. ``deployed`` accepts only
+                0 and 1 (booleans too); ``scale`` accepts any number.
+            values: The same numbers in host memory, to avoid waiting for the device of ``keep``.
 
         Raises:
             ValueError: Wrong length, a gate that is neither 0 nor 1, or a layer left with fewer experts than
@@ -90,8 +90,8 @@ class ExpertGates:
                 gates.use(None, None if ones else send(part.to(dtype), device))
             return
         flags, on_one = self._kept(bare), len({part.device for part in parts}) == 1
-        # All layers together: a copy each would be as many transfers in every sample. Read where the gates are, so
-        # that what is launched may be recorded and launched again with others.
+        # One copy for all layers instead of one transfer each. Gates are read on their device, so that launches
+        # can be recorded and replayed with other gates.
         together = torch.cat([part.detach() for part in parts]) > 0.5 if on_one else torch.cat(flags)
         placed = {
             device: torch.split(send(together, device), list(self.counts)) for device in set(self.devices)
@@ -103,11 +103,11 @@ class ExpertGates:
             gates.use(None if unchanged else placed[device][index], gate, kept)
 
     def check_deployed(self, values: Tensor) -> None:
-        """Refuse gates (num_gates,), in host memory, that :meth:`set_gates` would refuse to deploy."""
+        """Raise the errors of :meth:`set_gates` for deployed gates (num_gates,) in host memory."""
         self._kept(self._split(values))
 
     def _kept(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Which experts of every layer stay by its gates, in host memory."""
+        """Booleans per layer, in host memory: experts that its gates keep."""
         return [gates.kept(part) for gates, part in zip(self._gates, parts, strict=True)]
 
     def use_mode(self, mode: GateMode) -> None:
@@ -121,20 +121,20 @@ class ExpertGates:
             self.clear()
 
     def use_options(self, layer: int, options: OptionSource | None) -> None:
-        """Let a layer's experts compute with other weights than their own; None: with their own again."""
+        """Set the weights that a layer's experts compute with; None: their own."""
         self._gates[layer].options = options
 
     def use_squares(self, squares: bool) -> None:
-        """Whether gates receive, instead of their gradient, the sum over tokens of the squared change.
+        """Let gates receive the sum over tokens of the squared change instead of their gradient.
 
-        With the log-likelihood of tokens that the model itself has drawn as the loss, that is the diagonal of the
-        Fisher information of leaving an expert out, tokens taken as independent.
+        If the loss is the log-likelihood of tokens drawn from the model itself, that is the diagonal of the Fisher
+        information of removing an expert, with tokens taken as independent.
         """
         for gates in self._gates:
             gates.squares = squares
 
     def clear(self) -> None:
-        """Keep every expert; the model computes what it computes outside the context."""
+        """Keep every expert; the model then computes as outside the context."""
         for gates in self._gates:
             gates.use(None, None)
 
@@ -165,11 +165,11 @@ def expert_gates(
     * ``deployed``: the forward pass is that of the pruned model. Experts with gate 0 leave the router before
       the top-k, survivors are re-picked and renormalised as the architecture does. The gradient is the
       straight-through one of :mod:`rco.models.moe.probes`, for kept and pruned experts alike.
-    * ``scale``: the router still sees every expert, and the contribution of a chosen expert is multiplied by
-      its gate. This is what the paper's search differentiates; it is not what a pruned checkpoint computes.
+    * ``scale``: the router still ranks every expert, and the contribution of a chosen expert is multiplied by
+      its gate. The paper's search differentiates this; a pruned checkpoint computes something else.
 
-    ``reroute=False`` leaves the routers alone: no expert can be pruned then, but experts may compute with other
-    weights (:meth:`ExpertGates.use_options`). ``only`` leaves all layers but those as they are.
+    ``reroute=False`` leaves the routers unchanged: no expert can be pruned then, but experts may compute with other
+    weights (:meth:`ExpertGates.use_options`). With ``only``, all other layers stay unchanged.
 
     Without gradient nothing extra is computed. Parameters are frozen inside the context (the search
     differentiates in the gates alone) and get their ``requires_grad`` back afterwards.
@@ -192,7 +192,7 @@ def expert_gates(
 
 
 class _LayerGates:
-    """The gates of one layer and the forwards that obey them."""
+    """The gates of one layer and the forward methods that apply them."""
 
     def __init__(self, layer: MoELayer, mode: GateMode, room: ProbeRoom) -> None:
         self.layer = layer
@@ -208,7 +208,7 @@ class _LayerGates:
         self.own_forward: Callable[..., Tensor] | None = None
 
     def kept(self, values: Tensor) -> Tensor:
-        """Which experts stay by one layer's gates, in host memory; refuses what cannot be deployed."""
+        """Experts that one layer's gates keep, in host memory; an error if they cannot be deployed."""
         layer = self.layer
         keep = values > 0.5
         off = (values.double() - keep.double()).abs()
@@ -231,7 +231,7 @@ class _LayerGates:
         self.num_kept = self.layer.num_experts if num_kept is None else num_kept
 
     def install(self, undo: ExitStack, reroute: bool = True) -> None:
-        """Take over the forwards of the layer, and have ``undo`` give them back."""
+        """Replace the forward methods of the layer; ``undo`` restores them."""
         layer = self.layer
         if layer.fused:
             if reroute:
@@ -243,7 +243,7 @@ class _LayerGates:
         undo.callback(self.use, None, None)
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """In place of the router: logits, weights and choice of the flattened tokens."""
+        """Replacement of the router: logits, weights and choice of the flattened tokens."""
         layer = self.layer
         flat = hidden.reshape(-1, hidden.shape[-1])
         logits = layer.logits(flat)
@@ -258,7 +258,7 @@ class _LayerGates:
         return logits, weights, routing.indices
 
     def run_experts(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """In place of the experts: their weighted sum, with the gates' gradient where one is asked for."""
+        """Replacement of the experts: their weighted sum, with the gates' gradient if required."""
         routing, self.routing = self.routing, None
         gate = self.gate if self.mode == "deployed" else None
         option_gates = None if self.options is None else self.options.gates
@@ -281,7 +281,7 @@ class _LayerGates:
         return _paired(hidden, weights, None, option_gates, pairs, source, None)
 
     def gate_gradient(self, routing: Routing, keep: Tensor, kept: int, real: Tensor, ask: Ask) -> Tensor:
-        """(experts,) straight-through gradient of the gates, or the sum of squares that stands in for it."""
+        """(experts,) straight-through gradient of the gates, or the sum of squares that replaces it."""
         layer = self.layer
 
         def reserve(needed: Tensor) -> int:
@@ -314,7 +314,7 @@ def _override(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -
 
 
 def _unfused_forward(gates: _LayerGates) -> Callable[[Tensor], Any]:
-    """A block's forward over a list of separate experts, which would loop over them by itself."""
+    """A block's forward over a list of separate experts, instead of its loop over them."""
     layer = gates.layer
     block: Any = layer.block
     parameter = next(layer.router.parameters())

@@ -36,7 +36,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return result
     if rows.is_cuda:
         return _blocked_linear(rows, weight, ends)
-    # Types and layouts that the kernel does not take (float64 in tests, odd widths).
+    # Types and layouts that the kernel does not support (float64 in tests, odd widths).
     out = rows.new_zeros(rows.shape[0], weight.shape[2])
     start = 0
     for expert, end in enumerate(ends.tolist()):
@@ -75,7 +75,7 @@ def _has_kernel(rows: Tensor, other: Tensor) -> bool:
 
 
 def _aligned(rows: Tensor, weight: Tensor) -> bool:
-    """The grouped kernel wants strides (and, on some versions, addresses) in multiples of 16 bytes."""
+    """Whether strides (and addresses, for some versions) are multiples of 16 bytes, as the kernel requires."""
     unit = 16 // weight.element_size()
     strides = [s for s in (*rows.stride(), *weight.stride()) if s != 1]
     if rows.shape[0] == 0 or any(stride % unit for stride in strides):
@@ -90,14 +90,14 @@ def _aligned(rows: Tensor, weight: Tensor) -> bool:
 class _Blocks:
     """Runs of rows cut into blocks of ``size`` rows, as many as any division of the rows among experts needs.
 
-    A block holds rows of one expert; the last one of a run is filled up, and blocks that are left over are empty.
+    A block holds rows of one expert; the last one of a run is padded, and surplus blocks are empty.
 
     Attributes:
         experts: (blocks,) expert of each block.
-        rows: (blocks, size) row at each place; any row where there is none.
-        empty: (blocks, size) True where there is none.
-        places: (pairs,) place of each row, counted through all blocks.
-        counts: (experts,) blocks of each expert, left-over ones not counted.
+        rows: (blocks, size) row at each position; an arbitrary row at empty positions.
+        empty: (blocks, size) True at positions without a row.
+        places: (pairs,) position of each row, counted through all blocks.
+        counts: (experts,) blocks of each expert, without surplus ones.
     """
 
     experts: Tensor
@@ -118,7 +118,7 @@ class _Blocks:
         last = counts.cumsum(0)  # block after the last one of each expert
         first = last - counts
         blocks = torch.arange(number, device=device)
-        # Left-over blocks count as the last expert's, beyond the end of its run.
+        # Surplus blocks count as the last expert's, beyond the end of its run.
         owner = torch.searchsorted(last, blocks, right=True).clamp_(max=experts - 1)
         begin = starts[owner] + (blocks - first[owner]) * size
         rows = begin.unsqueeze(1) + torch.arange(size, device=device)
@@ -133,7 +133,7 @@ class _Blocks:
         return rows.index_select(0, self.rows.flatten()).view(*self.rows.shape, -1)
 
     def gather_filled(self, rows: Tensor) -> Tensor:
-        """The same, with zeros at places without a row."""
+        """The same, with zeros at empty positions."""
         return self.gather(rows).masked_fill_(self.empty.unsqueeze(-1), 0.0)
 
 
@@ -144,7 +144,7 @@ def _blocked_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     blocks = _Blocks.cut(ends, len(rows))
     placed = blocks.gather(rows)
     out = rows.new_empty(*placed.shape[:2], width)
-    # Matrices are copied as they are stored: a view of transposed ones would be turned around on the way.
+    # Matrices are copied in their memory order: copying a transposed view would transpose them in memory.
     turned = weight.stride(1) == 1 and weight.stride(2) != 1
     stored = weight.transpose(1, 2) if turned else weight
     step = max(1, _BATCH_BYTES // (stored[0].numel() * stored.element_size()))

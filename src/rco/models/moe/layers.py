@@ -1,7 +1,7 @@
 """Mixture-of-experts architectures: one table row each, one view of a layer over all of them.
 
-Everything else that deals with experts (gates, scores, physical pruning, export) asks this module where the
-routers and experts are and how the router decides; nothing else knows an architecture by name.
+Everything else that deals with experts (gates, scores, physical pruning, export) takes the location of
+routers and experts and the routing rule from this module; no other module refers to an architecture by name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class UnsupportedMoEError(ValueError):
 
 @dataclass(frozen=True)
 class MoEArchitecture:
-    """Where one architecture keeps its experts and how its router decides.
+    """Location of the experts and routing rule of one architecture.
 
     Attributes:
         model_type: ``config.model_type`` of the (text) model.
@@ -50,14 +50,14 @@ class MoEArchitecture:
         experts: Attribute of the experts in the sparse block.
         shared: Attribute of the expert that every token visits, if the architecture has one.
         shared_gate: Attribute of the sigmoid gate on the shared expert, if there is one.
-        float32_router: The router multiplies in float32 whatever the model's dtype.
+        float32_router: The router multiplies in float32 for any dtype of the model.
         always_renormalises: Selected weights are made to sum to one without a configuration switch.
-        casts_weights: Routing weights return to the model's dtype before they meet the experts.
-        projections: What checkpoints call the gate, up and down projection of an expert.
+        casts_weights: Routing weights are cast to the model's dtype before they multiply expert outputs.
+        projections: Names of an expert's gate, up and down projection in checkpoints.
         interleaved: Rows of gate and up projection alternate in the stacked tensor, instead of following each
             other.
-        stored_block: What checkpoints call the sparse block, where the model calls it otherwise.
-        separable: Checkpoints of the stock model may name every expert by itself.
+        stored_block: Name of the sparse block in checkpoints, if it differs from the model's.
+        separable: Checkpoints of the stock model may store every expert separately.
     """
 
     model_type: str
@@ -129,7 +129,7 @@ class MoELayer:
         router: Its router.
         experts: Its experts: one module with 3-D tensors (fused) or an ``nn.ModuleList`` (unfused).
         num_experts: Experts in this layer.
-        rule: How the router turns logits into a choice and weights.
+        rule: The router's rule from logits to choice and weights.
         architecture: The table row.
     """
 
@@ -160,7 +160,7 @@ class MoELayer:
 
     @property
     def stored_name(self) -> str:
-        """What checkpoints call the sparse block."""
+        """Name of the sparse block in checkpoints."""
         parent, _, own = self.name.rpartition(".")
         return f"{parent}.{self.architecture.stored_block or own}"
 
@@ -200,7 +200,7 @@ def moe_architecture(config: Any) -> MoEArchitecture:
     if row is None:
         raise UnsupportedMoEError(
             f"model type {text.model_type!r} has no known mixture-of-experts layout; "
-            f"expert pruning knows {', '.join(sorted(MOE_ARCHITECTURES))}"
+            f"supported are {', '.join(sorted(MOE_ARCHITECTURES))}"
         )
     return row
 
@@ -228,7 +228,7 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
 
 
 def stored_names(model: nn.Module) -> Callable[[str], str]:
-    """From the names of a model's tensors to those in its checkpoints, which differ where a block has two names."""
+    """Map from a model's tensor names to those in its checkpoints, which differ if a block is renamed."""
     config: Any = getattr(model, "config", None)
     text = text_config(config)
     row = MOE_ARCHITECTURES.get(str(getattr(text, "model_type", None)))

@@ -1,7 +1,7 @@
-"""The matrices of experts as linears of their own, though the model keeps them stacked in one tensor.
+"""The matrices of experts as separate linears, although the model keeps them stacked in one tensor.
 
 Each expert has a gate, an up and a down projection. They get the names that checkpoints give them, so that plans,
-candidates and exports speak of ``model.layers.3.mlp.experts.17.down_proj`` whatever the model in memory looks like.
+candidates and exports use ``model.layers.3.mlp.experts.17.down_proj`` whatever the layout of the model in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ExpertLinear(LinearInfo):
 
     Attributes:
         layer: Its sparse layer.
-        expert: Which expert.
+        expert: Index of the expert.
         projection: ``gate``, ``up`` or ``down``.
     """
 
@@ -55,11 +55,11 @@ class ExpertLinear(LinearInfo):
         return self.place((experts.down_proj if self.projection == "down" else experts.gate_up_proj).detach())
 
     def place(self, stacked: Tensor) -> Tensor:
-        """Where it is in a tensor of its layer's stacked matrices: a view (out_features, in_features)."""
+        """Its part of a tensor of its layer's stacked matrices: a view (out_features, in_features)."""
         return _matrices(self.layer, stacked, self.projection == "down")[self.expert, self.part]
 
     def renumbered(self, number: int, projection: str | None = None) -> str:
-        """Its name as another expert of its layer, and with another word for the projection."""
+        """Its name as another expert of its layer, and with another name of the projection."""
         return f"{self.layer.experts_name}.{number}.{projection or self.name.rpartition('.')[2]}"
 
     @property
@@ -107,7 +107,7 @@ def stacked_parameters(layer: MoELayer) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 def _matrices(layer: MoELayer, stacked: Tensor, down: bool) -> Tensor:
-    """A stacked parameter as (experts, parts, out, in), whichever way the architecture keeps it."""
+    """A stacked parameter as (experts, parts, out, in), in any memory order of the architecture."""
     if getattr(layer.experts, "is_transposed", False):
         stacked = stacked.transpose(1, 2)
     if down:

@@ -1,8 +1,8 @@
-"""The straight-through gradient of deployed routing: what flipping one expert does to a layer's output.
+"""The straight-through gradient of deployed routing: the effect of flipping one expert on a layer's output.
 
-Pruning an expert is discrete: it leaves the router, the next survivor takes its place and the weights are
+Pruning an expert is discrete: it leaves the router, the next survivor replaces it and the weights are
 normalised anew. For every expert ``e`` this module gives the first-order change of the loss between the layer
-with ``e`` and the layer without it, every other expert staying as it is:
+with ``e`` and the layer without it, all other experts unchanged:
 
     dL/dkeep_e  :=  sum over tokens of  < dL/dy,  y(e kept) - y(e pruned) >
 
@@ -15,8 +15,8 @@ One thing is held fixed: flipping an expert may change which groups a group-limi
 expert counts as entering when its group would be picked with it, but no other expert of the group moves.
 
 The number of probes depends on the tokens, and reading it would make the host wait for the device in every layer.
-:class:`ProbeRoom` therefore reserves places for a likely number; the device counts the probes, and a sample that
-needed more places is repeated with the exact number.
+:class:`ProbeRoom` therefore reserves slots for a likely number; the device counts the probes, and a sample that
+needed more slots is repeated with the exact number.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from rco.models.moe.routing import Routing, RoutingRule, choose_groups, group_sc
 
 __all__ = ["ProbeRoom", "RoutingProbes", "UsedRoom"]
 
-# Spare places cost little, a repeated sample costs a sample: sizes shrink over hundreds of samples.
-_FIRST = 2.0  # room made in the first samples, in units of what a router without preferences would need
-_MARGIN = 1.3  # over the most that was needed lately
-_FORGET = 0.998  # per sample: how fast a sample that needed much is forgotten
-_OTHERS = 0.7  # of the most that any layer needed, a recorded sample makes room for in all of them
+# Spare slots cost little, a repeated sample a whole sample: sizes shrink slowly, over hundreds of samples.
+_FIRST = 2.0  # slots in the first samples, relative to the need of a router without preferences
+_MARGIN = 1.3  # relative to the most needed recently
+_FORGET = 0.998  # decay per sample of the most needed
+_OTHERS = 0.7  # share of the most needed by any layer that a recorded sample reserves in all of them
 _MULTIPLE = 128
 
 
 @dataclass(frozen=True)
 class RoutingProbes:
-    """What a routing would have been with one expert flipped, for every token and expert.
+    """The routing with one expert flipped, for every token and expert.
 
     Attributes:
         rule: The router's decision.
@@ -55,7 +55,7 @@ class RoutingProbes:
         nobody: (tokens,) True where no survivor is left, and the runner-up is any expert.
         enter_tokens: (P,) tokens that a pruned expert would enter.
         enter_experts: (P,) that pruned expert.
-        enter_counts: (P,) False where the list is longer than there are such pairs; None: it never is.
+        enter_counts: (P,) False for padding of the list; None: there is none.
     """
 
     rule: RoutingRule
@@ -80,10 +80,10 @@ class RoutingProbes:
         keep: Tensor,
         reserve: Callable[[Tensor], int] | None = None,
     ) -> RoutingProbes:
-        """Work out runner-ups and entering experts of a routing under ``keep``.
+        """Find runner-ups and entering experts of a routing under ``keep``.
 
-        With ``reserve`` the device is not asked how many experts enter: their number is passed to it as a tensor,
-        and as many are listed as it says.
+        With ``reserve`` the host does not wait for the number of entering experts: ``reserve`` gets it as a tensor
+        and returns the length of the list.
         """
         indices, choice, mass = routing.indices, routing.choice, routing.mass
         nothing = -torch.inf if rule.score in ("sigmoid", "logit") else 0.0
@@ -137,15 +137,15 @@ class RoutingProbes:
             d = torch.ones_like(n)
         now = _ratio(n, d)
 
-        # Kept and chosen: without it, the runner-up steps in.
+        # Kept and chosen: without it, the runner-up replaces it.
         nobody = self.nobody.unsqueeze(-1)
         stepping = mass.gather(-1, self.runners.unsqueeze(-1)).masked_fill(nobody, 0.0)
-        # The product by itself may not be zero: what an expert would say that is not asked may be infinite.
+        # A product with zero is not enough: the output of an expert that is not computed may be infinite.
         added = (stepping * probes[:tokens].unsqueeze(-1)).masked_fill(nobody, 0.0)
         without = _ratio(n - terms + added, self._denominator(d, r, stepping))
         change = (now - without).masked_fill(self.missing, 0.0)
         if survivors:
-            # A softmax over all survivors also feels experts that it does not choose: they share its mass.
+            # A softmax over all survivors also depends on experts that it does not choose: they share its mass.
             shift = _ratio(n, torch.where(self.keep, d - mass, d + mass)) - now
             changes = torch.where(self.keep, -shift, shift)
         else:
@@ -162,7 +162,7 @@ class RoutingProbes:
         r_new = mass[at, who]
         d_with = d_left if rule.denominator == "none" else d_left + r_new
         entering = _ratio(n_left + r_new * probes[tokens:], d_with) - before
-        if self.enter_counts is not None:  # what fills the list up stays as it is
+        if self.enter_counts is not None:  # padding of the list changes nothing
             entering = entering.where(self.enter_counts, changes[at, who])
         changes[at, who] = entering
         return changes if rule.scale == 1.0 else changes * rule.scale
@@ -176,7 +176,7 @@ class RoutingProbes:
 def _places(flags: Tensor, count: int | None) -> tuple[Tensor, Tensor | None]:
     """Positions at which flags (n,) are set, in order.
 
-    With a ``count`` as many positions as that, filled up with others, and which of them are set.
+    With a ``count``, that many positions, padded with others, and flags of those that are set.
     """
     if count is None:
         return flags.nonzero().squeeze(-1), None
@@ -185,12 +185,12 @@ def _places(flags: Tensor, count: int | None) -> tuple[Tensor, Tensor | None]:
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Quotient, and zero where nothing is left to divide by."""
+    """Quotient, and zero where the denominator is zero."""
     return (numerator / denominator).masked_fill(denominator <= torch.finfo(denominator.dtype).tiny, 0.0)
 
 
 def _group_opens(rule: RoutingRule, rank: Tensor, keep: Tensor) -> Tensor:
-    """(tokens, experts): would the group of a pruned expert be picked if the expert came back alone?"""
+    """(tokens, experts): whether the group of a pruned expert would be picked with that expert restored."""
     held = rank.masked_fill(~keep, -torch.inf)
     scores = group_scores(rule, held, keep)
     chosen = choose_groups(rule, scores)
@@ -213,16 +213,16 @@ def _best_only(rule: RoutingRule) -> RoutingRule:
     )
 
 
-# ------------------------------------------------------- places for the probes
+# ------------------------------------------------------- slots for the probes
 
 
 @dataclass
 class UsedRoom:
-    """What one sample made room for.
+    """Slots that one sample reserved.
 
     Attributes:
         recorded: Whether the sample is recorded, to be replayed with other gates.
-        layers: Layer, places and expected number; None: any, the sample being replayed.
+        layers: Layer, slots and expected number; None for any, in a replayed sample.
         needed: The numbers needed, on the device: one tensor per layer, or all in one.
     """
 
@@ -236,22 +236,22 @@ class UsedRoom:
         return torch.cat([numbers.reshape(-1).to(place, non_blocking=True) for numbers in self.needed])
 
     def replayed(self, counts: Tensor) -> UsedRoom:
-        """The same room, of which another sample needed so much."""
+        """The same slots with the counts of another sample."""
         return UsedRoom(True, self.layers, [counts])
 
 
 class ProbeRoom:
-    """How much room every layer makes.
+    """Number of probe slots of every layer.
 
     Outside :meth:`sample` probes are counted, and the host waits for their number.
 
     Args:
         layers: Sparse layers.
-        always_counted: Count them in samples as well, as is best where the host is the device.
+        always_counted: Count them in samples as well, which is best on a CPU.
 
     Attributes:
         always_counted: As given.
-        too_small: Samples so far that needed more room than they had.
+        too_small: Samples so far that needed more slots than they had.
     """
 
     def __init__(self, layers: int, *, always_counted: bool) -> None:
@@ -268,9 +268,9 @@ class ProbeRoom:
 
     @contextmanager
     def sample(self, recorded: bool = False) -> Iterator[UsedRoom | None]:
-        """Launch forward and backward pass of a sample inside; what it uses is for :meth:`settle` to look at.
+        """Context for the forward and backward pass of a sample; pass the result to :meth:`settle`.
 
-        A ``recorded`` one will be replayed with other gates: it makes room for the most that was needed so far.
+        A ``recorded`` sample will be replayed with other gates: it reserves for the most that was needed so far.
         """
         self._used = None if self.always_counted else UsedRoom(recorded)
         try:
@@ -279,7 +279,7 @@ class ProbeRoom:
             self._used = None
 
     def reserve(self, layer: int, tokens: int, top_k: int, kept: int, pruned: int, needed: Tensor) -> int:
-        """Places for the pairs of tokens and pruned experts that enter them, of which there are ``needed``."""
+        """Number of slots for the ``needed`` pairs of tokens and pruned experts that enter them."""
         assert self._used is not None
         expected: float | None = None
         if self._used.recorded:
@@ -287,7 +287,7 @@ class ProbeRoom:
             likely = _MARGIN * max(self._most[layer], _OTHERS * max(self._most), 1)
         else:
             most = tokens * pruned
-            # Before the top_k-th of the kept ones, so many pruned ones come in a random order.
+            # Expected number of pruned experts before the top_k-th kept one in a random order.
             expected = tokens * top_k * pruned / (kept + 1)
             likely = self._factors[layer] * expected
         places = min(-(-int(likely) // _MULTIPLE) * _MULTIPLE, most)
@@ -297,7 +297,7 @@ class ProbeRoom:
         return places
 
     def settle(self, used: UsedRoom) -> bool:
-        """Whether a sample had room enough; waits for the device, and learns from what was needed."""
+        """Whether a sample had enough slots; waits for the device, and updates the sizes."""
         if not used.layers:
             return True
         enough = True

@@ -1,4 +1,4 @@
-"""How a router turns logits into a choice of experts and their weights, with experts taken away beforehand.
+"""Routing: from logits to a choice of experts and their weights, with pruned experts removed first.
 
 The formulas are those of the deployed model: an expert that is pruned leaves before anything is normalised,
 grouped or picked, so that masking it here and deleting its router row there give the same choice and weights.
@@ -18,12 +18,12 @@ __all__ = ["Routing", "RoutingRule", "choose_groups", "group_scores", "route"]
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """A router's decision, apart from its weights.
+    """A router's rule, without its weights.
 
     Attributes:
         top_k: Experts per token.
         score: ``softmax`` over all experts, ``sigmoid`` of each, or the ``logit`` itself.
-        denominator: What a selected expert's mass is divided by: the mass of the ``selected`` experts, of all
+        denominator: Divisor of a selected expert's mass: the mass of the ``selected`` experts, of all
             ``survivors`` (softmax without renormalisation), or nothing (``none``).
         scale: Constant factor on the weights.
         group_sizes: Experts per group, in order; one group unless the router is group-limited.
@@ -39,7 +39,7 @@ class RoutingRule:
 
     @property
     def grouped(self) -> bool:
-        """Whether groups limit the choice at all."""
+        """Whether groups limit the choice."""
         return self.chosen_groups < len(self.group_sizes)
 
     def group_of(self, device: torch.device) -> Tensor:
@@ -49,13 +49,13 @@ class RoutingRule:
 
 @dataclass(frozen=True)
 class Routing:
-    """The outcome for a batch of tokens.
+    """The routing of a batch of tokens.
 
     Attributes:
         indices: (tokens, top_k) chosen experts.
         weights: (tokens, top_k) their weights; differentiable in the logits. Zero where a token's groups
-            offer fewer survivors than ``top_k``.
-        choice: (tokens, experts) values that the choice ranked, ``-inf`` for what could not be chosen.
+            hold fewer survivors than ``top_k``.
+        choice: (tokens, experts) values that the choice ranked, ``-inf`` for experts that could not be chosen.
         mass: (tokens, experts) non-negative scores of *all* experts, pruned ones too, on one scale.
     """
 
@@ -71,12 +71,12 @@ def route(
     """Choose experts as a deployed router without the pruned experts does.
 
     Args:
-        rule: The decision.
+        rule: The rule.
         logits: (tokens, experts) router logits.
         correction: (experts,) added to the scores for the choice alone.
         keep: (experts,) booleans; None keeps all.
     """
-    # Routers score in float32; float64 is kept for the sake of exact gradient checks.
+    # Routers score in float32; float64 is kept for exact gradient checks.
     exact = logits if logits.dtype == torch.float64 or rule.score == "logit" else logits.float()
     gone = None if keep is None else ~keep
     if rule.score == "sigmoid":
@@ -89,7 +89,7 @@ def route(
     else:
         choice = torch.softmax(masked, dim=-1)
         if rule.grouped:
-            # Group-limited softmax routers zero what lies outside, so a short group gives weights of zero.
+            # Group-limited softmax routers zero the scores outside, so a short group gives weights of zero.
             choice = choice.masked_fill(~_inside(rule, choice, keep), 0.0)
         weights, indices = torch.topk(choice, rule.top_k, dim=-1)
         if rule.denominator == "selected":

@@ -75,7 +75,7 @@ class RaggedGroupsMixin:
     """A group-limited router over groups of different sizes.
 
     A group is ranked by the experts it still has, a group without any is never chosen, and a token whose groups
-    hold fewer experts than it may visit uses those alone.
+    hold fewer experts than it may visit uses only those.
     """
 
     group_sizes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Mixture-of-experts models whose experts are separate linear layers, so that each can have a precision of its own.
+"""Mixture-of-experts models whose experts are separate linear layers, so that each can have its own precision.
 
 transformers keeps the experts of a layer in stacked tensors and loads packed ones with a single width for the
 whole model. Here the stock model is built, and its stacked experts are replaced by one gated MLP each before any
@@ -53,12 +53,12 @@ class UnfusedExperts(nn.ModuleList):
         for name in BIASES:
             self.register_parameter(name, fused._parameters.get(name))
         fused._parameters.clear()
-        # In a tuple, so that what is left of the stacked experts is no child of this module.
+        # In a tuple, so that the stacked experts do not become a child of this module.
         self._stock = (fused,)
 
     @property
     def num_experts(self) -> int:
-        """How many there are."""
+        """Number of experts."""
         return len(self)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class UnfusedExpertsMixin:
         ]
         for block in blocks:
             block.experts = UnfusedExperts(block.experts, names)
-        # transformers stacks experts on loading, except in models with code of their own.
+        # transformers stacks experts on loading, except in models with remote code.
         for part in self.modules():  # type: ignore[attr-defined]
             if part is not self and hasattr(type(part), "is_custom_code") and not part.is_custom_code():
                 stock: Any = type(part)
@@ -104,7 +104,7 @@ class UnfusedExpertsMixin:
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As ever, with the renaming that transformers does for models without code of their own."""
+        """Load with the renaming that transformers applies to models without remote code."""
         mapping = KEY_MAPPINGS.get(cls.config_class.model_type)  # type: ignore[attr-defined]
         if mapping is not None:
             kwargs.setdefault("key_mapping", mapping)
