@@ -48,7 +48,7 @@ class WriteError(OSError):
 
 
 class LockedError(RuntimeError):
-    """Another writer is at work in the folder."""
+    """Another process is writing to the folder."""
 
 
 def write_error(path: Path, error: OSError) -> WriteError:
@@ -64,7 +64,7 @@ def disk_failure(error: Exception) -> OSError | None:
     """The operating system's error behind an exception, or None.
 
     Libraries written in Rust (safetensors, tokenizers) raise exceptions of their own and report the operating
-    system's error in words.
+    system's error as text.
     """
     if isinstance(error, OSError):
         return error
@@ -83,7 +83,7 @@ def make_folder(folder: Path) -> Path:
 
 @contextmanager
 def atomic_path(path: Path, *, shared: bool = False) -> Iterator[Path]:
-    """A temporary name beside ``path`` to write to; it takes the final name only once it is complete.
+    """A temporary name beside ``path`` to write to; it is renamed to ``path`` once it is complete.
 
     The temporary name is fixed, so that leftovers of a killed process are overwritten. With ``shared``, for
     processes that write the same content at the same time, it contains the process id.
@@ -103,13 +103,13 @@ def atomic_path(path: Path, *, shared: bool = False) -> Iterator[Path]:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
+    """Write a text file, completely or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Write one JSON document, whole or not at all."""
+    """Write one JSON document, completely or not at all."""
     write_text_atomic(path, json.dumps(value, indent=2, default=_encode) + "\n")
 
 
@@ -120,7 +120,7 @@ def write_tensors_atomic(
     *,
     shared: bool = False,
 ) -> None:
-    """Write a safetensors file, whole or not at all; ``shared`` as for :func:`atomic_path`."""
+    """Write a safetensors file, completely or not at all; ``shared`` as for :func:`atomic_path`."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -139,7 +139,7 @@ def write_tensors_atomic(
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON document; one that cannot be parsed is named."""
+    """Read a JSON document; the error for an invalid one names the file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -149,7 +149,7 @@ def read_json(path: Path) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """The value as it is read back: tuples are lists, paths are strings, keys are strings."""
+    """The value after a round trip through JSON: tuples are lists, paths are strings, keys are strings."""
     return json.loads(json.dumps(value, default=_encode))
 
 
@@ -163,7 +163,7 @@ def sha256_of(path: Path) -> str:
 
 
 def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
-    """Where two JSON values differ, outermost first: ``settings.bits: was [2, 3], now [2, 4]``."""
+    """Differences of two JSON values, outermost first: ``settings.bits: was [2, 3], now [2, 4]``."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for key in [*before, *(key for key in now if key not in before)]:
             inner = f"{path}.{key}" if path else str(key)
@@ -191,7 +191,7 @@ class FolderLock:
         self._lock = FileLock(self.path, timeout=0, thread_local=False)
 
     def acquire(self) -> None:
-        """Take the lock; nothing to do if this object holds it.
+        """Take the lock, unless this object holds it already.
 
         Raises:
             LockedError: Another writer has it; the message names the process.
@@ -220,7 +220,7 @@ class FolderLock:
             raise
 
     def release(self) -> None:
-        """Give the lock back; nothing to do if it is not held."""
+        """Release the lock, if it is held."""
         if self.held:
             self._holder.unlink(missing_ok=True)
             self._lock.release()
@@ -229,7 +229,7 @@ class FolderLock:
     def _read_holder(self) -> str:
         try:
             return self._holder.read_text(encoding="utf-8")
-        except OSError:  # the holder has just taken the lock, or just given it back
+        except OSError:  # the holder has just taken or released the lock
             return "unknown"
 
     def __enter__(self) -> FolderLock:

@@ -1,9 +1,9 @@
-"""The processes that torchrun starts, as one team: a thin layer over torch.distributed.
+"""Cooperation of the processes that torchrun starts: a thin layer over torch.distributed.
 
-Rank 0 runs the job; the other ranks wait for its calls and take their share of the work. What travels is small
-(gates, gradients, losses), so it goes over gloo between the hosts' memories, whatever device each rank computes on.
-Work is dealt out by number and its results are put back in that order, so nothing depends on how many ranks there
-are. Without torchrun there is one rank, which does everything and communicates with nobody.
+Rank 0 runs the job; the other ranks wait for its calls and take their share of the work. Messages are small
+(gates, gradients, losses), so they go over gloo between the hosts' memories, whatever device each rank computes on.
+Work is assigned by number and its results are returned in that order, so they do not depend on the number of ranks.
+Without torchrun there is one rank, which does everything without communication.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 
 class RankLostError(ConnectionError):
-    """Another rank has failed, ended or not answered in time; the job cannot go on without it."""
+    """Another rank has failed, ended or timed out; the job cannot go on without it."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The team, seen from one of its members.
+    """All ranks, from the point of view of one of them.
 
     Attributes:
         index: This rank.
@@ -53,7 +53,7 @@ class Ranks:
         return self.index == 0
 
     def device(self, wanted: str, several: bool = False) -> str:
-        """The device this rank takes: a GPU of its own where any would do; with ``several``, the first of them."""
+        """Device of this rank: its own GPU if ``wanted`` is ``cuda``; with ``several``, the first of its GPUs."""
         if self.count == 1 or wanted != "cuda" or not torch.cuda.is_available():
             return wanted
         there = torch.cuda.device_count()
@@ -75,7 +75,7 @@ class Ranks:
     # ------------------------------------------------------------ all together
 
     def broadcast(self, value: T) -> T:
-        """What rank 0 passes, at every rank; what the others pass is ignored."""
+        """The value passed by rank 0, at every rank; values of the others are ignored."""
         if self.count == 1:
             return value
         box = [value if self.first else None]
@@ -84,7 +84,7 @@ class Ranks:
         return box[0]  # type: ignore[return-value]
 
     def gather(self, function: Callable[[], T]) -> list[T]:
-        """Every rank's result, in the order of the ranks, at every rank; where one fails, all do."""
+        """Every rank's result, in the order of the ranks, at every rank; if one fails, all do."""
         if self.count == 1:
             return [function()]
         try:
@@ -105,7 +105,7 @@ class Ranks:
         return [shares[item % self.count][item // self.count] for item in range(items)]
 
     def require_same(self, what: str, value: Any) -> None:
-        """An error unless all ranks pass the same value."""
+        """Raise an error unless all ranks pass the same value."""
         values = self.gather(lambda: value)
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -122,15 +122,15 @@ class Ranks:
     # ------------------------------------------------------------- call and follow
 
     def call(self, task: str, *arguments: Any) -> None:
-        """Rank 0: let the others begin a task of :meth:`follow`; take part in it right after."""
+        """Rank 0: start a task of :meth:`follow` on the other ranks; rank 0 must join it right after."""
         self.broadcast((task, arguments))
 
     def dismiss(self) -> None:
-        """Rank 0: the others are not needed any more."""
+        """Rank 0: end :meth:`follow` on the other ranks."""
         self.broadcast(None)
 
     def follow(self, tasks: Mapping[str, Callable[..., object]]) -> None:
-        """The others: take part in what rank 0 calls for, until it dismisses them."""
+        """Other ranks: run the tasks that rank 0 calls, until it dismisses them."""
         while (called := self.broadcast(None)) is not None:
             task, arguments = called
             tasks[task](*arguments)
@@ -143,20 +143,20 @@ def is_first_rank() -> bool:
 
 @contextmanager
 def join(timeout: float = 30.0) -> Iterator[Ranks]:
-    """Meet the other ranks, if torchrun has started any, and part from them at the end.
+    """Context that connects to the other ranks, if torchrun has started any, and disconnects at the end.
 
     Inside, a request to terminate (torchrun sends one to all ranks when one has died) is a :class:`RankLostError`.
 
     Args:
-        timeout: Minutes after which a rank that does not answer is given up.
+        timeout: Minutes to wait for a rank before the job fails.
     """
     if not timeout > 0:
         raise ValueError(f"The timeout must be positive, got {timeout} minutes.")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
         return
-    # Before the team is there: functions of this module take the team of the moment as a default, and would hold it
-    # to the end of the process. Its threads would then run into the end of the interpreter, which can abort it.
+    # Imported before the process group exists: functions of this module take the current group as a default and
+    # would keep it to the end of the process. Its threads would outlive the interpreter, which can abort it.
     import torch.distributed.nn.functional  # noqa: F401
 
     with _talking():
@@ -177,10 +177,10 @@ def join(timeout: float = 30.0) -> Iterator[Ranks]:
 def _talking() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # how torch reports closed connections and timeouts
+    except RuntimeError as error:  # torch's error for closed connections and timeouts
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RankLostError(
-            f"Another rank has ended or does not answer; its own message says why ({reason})."
+            f"Another rank has ended or does not answer ({reason}); see its own error message."
         ) from error
 
 
@@ -191,7 +191,7 @@ def _termination_raises() -> Iterator[None]:
         return
 
     def lost(*_: object) -> None:
-        raise RankLostError("Asked to terminate: another rank has ended, or the job was stopped.")
+        raise RankLostError("Terminated by a signal: another rank has ended, or the job was stopped.")
 
     before = signal.signal(signal.SIGTERM, lost)
     try:
@@ -204,9 +204,9 @@ def _termination_raises() -> Iterator[None]:
 
 
 class SharedObjective(ForwardingObjective):
-    """Rank 0's view of an objective that every rank has: requests are answered by all ranks.
+    """Objective of rank 0 whose requests are computed by all ranks, each of which has the same objective.
 
-    Everything but the losses of many requests is the objective's own.
+    Only the losses of many requests are distributed; everything else is the objective's own.
     """
 
     def __init__(self, objective: Objective, ranks: Ranks, held_back: bool = False) -> None:
@@ -235,7 +235,7 @@ def _split(objective: Objective, held_back: bool) -> Objective:
 
 
 def _answer(objective: Objective, ranks: Ranks, question: str, requests: Sequence[Request]) -> list[Any]:
-    """The answers of all ranks, in the order of the requests."""
+    """The results of all ranks, in the order of the requests."""
 
     def ask(mine: Sequence[int]) -> Sequence[Any]:
         own = [requests[item] for item in mine]
@@ -246,17 +246,17 @@ def _answer(objective: Objective, ranks: Ranks, question: str, requests: Sequenc
 
 @contextmanager
 def shared(objective: Loss, ranks: Ranks) -> Iterator[Objective]:
-    """Rank 0: the objective, answered by all ranks; the others are in :func:`serve` meanwhile."""
+    """Rank 0: the objective, computed by all ranks; the others must be in :func:`serve`."""
     if ranks.count == 1:
         yield as_objective(objective)
         return
     yield SharedObjective(as_objective(objective), ranks)
-    # Not after an error: the others notice that rank 0 is gone, and end with it.
+    # Not after an error: the others then fail because rank 0 has ended.
     ranks.broadcast(None)
 
 
 def serve(objective: Loss, ranks: Ranks) -> None:
-    """The other ranks: answer rank 0's requests to the objective until it is done."""
+    """Other ranks: compute rank 0's requests to the objective until it is done."""
     own = as_objective(objective)
     while (asked := ranks.broadcast(None)) is not None:
         held_back, question, requests = asked

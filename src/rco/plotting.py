@@ -1,4 +1,4 @@
-"""Matplotlib figures: a common look of axes, and files that are the same for the same figure."""
+"""Matplotlib figures: a common style of axes, and reproducible files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["figure_class", "polish", "save_figures"]
 
 
 def figure_class() -> type[Figure]:
-    """Matplotlib's figure, which needs no display; loaded when it is needed."""
+    """Matplotlib's figure class, which needs no display; imported on demand."""
     from matplotlib.figure import Figure
 
     return Figure
 
 
 def polish(axis: Axes, title: str) -> None:
-    """A small title, a light grid, no box."""
+    """Style an axis: a small title, a light grid, no box."""
     axis.set_title(title, fontsize=9)
     axis.tick_params(labelsize=7)
     axis.grid(True, color="#dddddd", linewidth=0.6)

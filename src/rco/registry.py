@@ -1,4 +1,4 @@
-"""Names a user can type, each loaded when asked for: ``name -> "module:Class"``."""
+"""Names for users, each loaded on demand: ``name -> "module:Class"``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ EXPORTERS: dict[str, str] = {
 
 
 def unknown_name(kind: str, name: str, known: Mapping[str, Any] | list[str]) -> ValueError:
-    """An error that suggests what was meant."""
+    """An error for an unknown name, with similar names as suggestions."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3)
     hint = f" Did you mean {' or '.join(close)}?" if close else ""

@@ -1,7 +1,7 @@
-"""Optional packages: which extra brings which, and the oldest versions that will do.
+"""Optional packages: their extras and oldest supported versions.
 
-``pip install 'rco[hf]'`` installs an extra. A package that is missing or too old is refused by name, where it is
-needed, with the command that installs it.
+``pip install 'rco[hf]'`` installs an extra. A missing or too old package is an error where it is needed,
+with the command that installs it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ EXTRAS: dict[str, dict[str, str]] = {
 
 
 class MissingPackageError(ImportError, ValueError):
-    """An optional package is not installed, or too old; the message has the command that mends it."""
+    """An optional package is not installed, or too old; the message has the install command."""
 
 
 def require(package: str, purpose: str, least: str | None = None) -> None:
-    """Refuse to go on without a package.
+    """Raise an error if a package is missing or too old.
 
     Args:
         package: Its name on PyPI; one of :data:`EXTRAS`.
-        purpose: What it is for, as the beginning of a sentence: ``"Loading a model"``.
-        least: The oldest version that will do; default: that of the extra. Empty: any.
+        purpose: Purpose of the package, as the beginning of a sentence: ``"Loading a model"``.
+        least: The oldest supported version; default: that of the extra. Empty: any.
 
     Raises:
         MissingPackageError: It is not installed, or older.
@@ -43,7 +43,7 @@ def require(package: str, purpose: str, least: str | None = None) -> None:
 
 
 def find_problem(package: str, least: str | None = None) -> str | None:
-    """What is wrong with a package, as the rest of a sentence after "needs"; None if nothing is."""
+    """Problem with a package, as the rest of a sentence after "needs"; None if there is none."""
     extra = next(name for name, packages in EXTRAS.items() if package in packages)
     floor = EXTRAS[extra][package] if least is None else least
     wanted = f"{package} {floor} or later" if floor else package

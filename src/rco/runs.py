@@ -1,8 +1,8 @@
-"""RunDirectory: everything that one run leaves behind, in files that can be read without this package.
+"""RunDirectory: the files of one run, readable without this package.
 
-``config.json`` what was asked, ``environment.json`` where it ran, ``problem.json`` and ``allocation.json`` the
-assignment problem and its solution, ``history.jsonl`` one line per step, ``metrics.json`` what was measured,
-``checkpoints/`` the state of an unfinished search.
+``config.json`` holds the settings, ``environment.json`` versions and hardware, ``problem.json`` and
+``allocation.json`` the assignment problem and its solution, ``history.jsonl`` one line per step, ``metrics.json``
+the measurements, ``checkpoints/`` the state of an unfinished search.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _PACKAGES = (
 
 
 class RunError(ValueError):
-    """The folder does not hold the run that was asked for; the message says what to do."""
+    """The folder does not hold the requested run; the message has a remedy."""
 
 
 class RunDirectory:
@@ -85,7 +85,7 @@ class RunDirectory:
                     f"{run.folder} already holds a run. Continue it with `resume=True`, or choose another folder."
                 )
             run._write("environment.json", environment())
-            # Last, since its presence is what makes the folder a run.
+            # Written last, since its presence makes the folder a run.
             run._write("config.json", as_json(config))
         except BaseException:
             run.close()
@@ -98,12 +98,12 @@ class RunDirectory:
     ) -> RunDirectory:
         """Continue a run, which must have been started with the same configuration.
 
-        A folder without a run is started afresh: a process may end before it has written anything.
+        A folder without a run starts a new one: a process may end before it has written anything.
 
         Args:
             folder: The run's folder.
             config: The configuration now.
-            ignore: Top-level entries that may differ, such as how progress is shown.
+            ignore: Top-level entries that may differ, such as the display of progress.
         """
         folder = Path(folder)
         if not (folder / "config.json").exists():
@@ -140,7 +140,7 @@ class RunDirectory:
         return run
 
     def close(self) -> None:
-        """Let others write."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -155,17 +155,17 @@ class RunDirectory:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the run was started with."""
+        """Settings of the run."""
         return self._read("config.json")
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Where it ran."""
+        """Versions and hardware of the run."""
         return self._read("environment.json")
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """What has been measured so far; empty if nothing."""
+        """Measurements so far; may be empty."""
         return self._read("metrics.json") if self._path("metrics.json").exists() else {}
 
     @property
@@ -175,20 +175,20 @@ class RunDirectory:
 
     @property
     def result(self) -> SearchResult:
-        """What the search settled on."""
+        """Result of the search."""
         return SearchResult.from_dict({**self._read("allocation.json"), "history": []})
 
     @property
     def finished(self) -> bool:
-        """Whether the search has left its result."""
+        """Whether the search has written its result."""
         return self._path("allocation.json").exists()
 
     def write_problem(self, problem: AllocationProblem) -> None:
-        """Keep the assignment problem."""
+        """Write the assignment problem."""
         self._write("problem.json", problem.to_dict())
 
     def write_result(self, result: SearchResult) -> None:
-        """Keep the search's result; its history is in ``history.jsonl`` already."""
+        """Write the search's result; its history is in ``history.jsonl`` already."""
         self._write(
             "allocation.json", {key: value for key, value in result.to_dict().items() if key != "history"}
         )
@@ -212,20 +212,18 @@ class RunDirectory:
             raise write_error(self._path("history.jsonl"), error) from error
 
     def history(self) -> list[dict[str, Any]]:
-        """All complete lines; one that a killed process left unfinished is passed over."""
+        """All complete lines; an unfinished last line of a killed process is skipped."""
         path = self._path("history.jsonl")
         if not path.exists():
             return []
-        lines = path.read_text(encoding="utf-8").split("\n")[
-            :-1
-        ]  # what follows the last newline is unfinished
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # text after the last newline is unfinished
         try:
             return [json.loads(line) for line in lines]
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is damaged: {error}. Restore it or delete it.") from error
 
     def _mend_history(self) -> None:
-        """Drop the unfinished last line of a killed process, so that the next one starts on a line of its own."""
+        """Drop the unfinished last line of a killed process, so that the next record starts on a new line."""
         path = self._path("history.jsonl")
         if path.exists():
             complete = path.read_bytes().rpartition(b"\n")
@@ -233,7 +231,7 @@ class RunDirectory:
                 os.truncate(path, len(complete[0]) + len(complete[1]))
 
     def truncate_history(self, records: int) -> None:
-        """Keep the first ``records`` lines: those that the state a search resumes from has seen."""
+        """Keep the first ``records`` lines: those before the state that a search resumes from."""
         self._require_lock("history.jsonl")
         kept = self.history()[:records]
         with atomic_path(self._path("history.jsonl")) as temporary:
@@ -245,7 +243,7 @@ class RunDirectory:
         """Write the search's state after ``step``, then drop all but the ``keep`` newest.
 
         The state consists of tensors, numbers, strings, and dicts, lists and tuples of them, so that reading it
-        back executes nothing.
+        executes no code.
         """
         self._require_lock("checkpoints")
         _check_plain(state, "state")
@@ -254,7 +252,7 @@ class RunDirectory:
         with atomic_path(path) as temporary:
             try:
                 torch.save(dict(state), temporary)
-            except RuntimeError as error:  # how torch reports a disk that is full
+            except RuntimeError as error:  # torch's error for a full disk
                 raise WriteError(
                     f"Could not write {path}: {error}. Free some space there, or choose another folder."
                 ) from error
@@ -269,7 +267,7 @@ class RunDirectory:
             return None
         path = paths[-1]
         try:
-            if not zipfile.is_zipfile(path):  # torch's own complaint would be about something else
+            if not zipfile.is_zipfile(path):  # torch's own error would be misleading
                 raise ValueError("it is not complete")
             state = torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
@@ -316,7 +314,7 @@ def available_cores() -> int:
 
 
 def free_memory() -> int | None:
-    """Bytes of host memory that a new process may use, where the system says so."""
+    """Bytes of host memory that a new process may use; None if the system does not report them."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -326,7 +324,7 @@ def free_memory() -> int | None:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and hardware, as recorded beside every measurement."""
+    """Versions and hardware, as recorded with every measurement."""
     described: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "rco": rco.__version__,
@@ -376,7 +374,7 @@ def _git_revision() -> str | None:
         return done.stdout.strip() if done.returncode == 0 else None
 
     top = git("rev-parse", "--show-toplevel")
-    # A virtual environment may lie inside somebody else's repository.
+    # A virtual environment may lie inside another repository.
     if top is None or Path(top).resolve() != root:
         return None
     revision = git("rev-parse", "HEAD")

@@ -1,4 +1,4 @@
-"""Config fields that carry their own help text and limits, so that flags and arguments can be made from them.
+"""Config fields with help text and limits, from which flags and arguments are made.
 
 Messages and help texts name a setting as an argument between backquotes: `steps`, or `serve="vllm"`. The command
 line shows these as its flags.
@@ -30,11 +30,11 @@ def setting(
 
     Args:
         default: As for a field of a dataclass.
-        help: What it is.
-        panel: Under which heading it is listed.
-        least: The smallest number that makes sense, see :func:`check_settings`.
+        help: Help text.
+        panel: Heading under which it is listed.
+        least: The smallest allowed number, see :func:`check_settings`.
         positive: Whether a number must be larger than zero.
-        flag: Type of the command line's flag, where Python takes more than a flag can say.
+        flag: Type of the command line's flag, if Python accepts more types than a flag can express.
     """
     metadata = {"help": help, "panel": panel, "least": least, "positive": positive, "flag": flag}
     if isinstance(default, list):
@@ -43,18 +43,18 @@ def setting(
 
 
 def device_setting(panel: str | None = None) -> Any:
-    """The field ``device`` of a config; :func:`check_settings` replaces ``auto`` by the device it stands for."""
+    """The field ``device`` of a config; :func:`check_settings` replaces ``auto`` by the actual device."""
     return setting("auto", help=DEVICE_HELP, panel=panel)
 
 
 def check_settings(config: Any) -> None:
-    """Refuse values of a wrong type and numbers below what their fields allow, before any work; settle ``device``.
+    """Raise errors for wrong types and too small numbers, before any work; resolve ``device``.
 
-    A config holds the name of a device and never ``auto``, so that a run's folder records what it ran on and
-    processes that are handed the config agree.
+    A config holds the name of a device and never ``auto``, so that a run's folder records the actual device and
+    processes that get the config agree.
 
     Raises:
-        TypeError: A value is not of the field's type; names the setting, what was got and what is allowed.
+        TypeError: A value is not of the field's type; the message names setting, value and allowed types.
         ValueError: The same for a number that is too small, or a word that is not one of the choices.
     """
     if getattr(config, "device", None) == "auto":
@@ -69,7 +69,7 @@ def check_settings(config: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if number is None:
                 continue
-            # Written so that what is not a number is refused, too.
+            # Written so that NaN is rejected, too.
             if least is not None and not number >= least:
                 raise ValueError(f"`{field.name}` must be at least {least}, got {number}.")
             if positive and not number > 0:

@@ -1,8 +1,8 @@
-"""CandidateStore: the packed options of every linear, one file per block, with a manifest that vouches for them.
+"""CandidateStore: the packed options of every linear, one file per block, with a manifest of their hashes.
 
 A store is made for one identity (model, data, settings) and never mixes two. Blocks are written one by one and
 count only once the manifest names them, so that an interrupted store continues at the block where it stopped. One
-store serves every budget.
+store is enough for all budgets.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Statistics = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 class StoreError(ValueError):
-    """The folder is not a usable candidate store; the message says what to do."""
+    """The folder is not a usable candidate store; the message has a remedy."""
 
 
 class StoreMismatchError(StoreError):
@@ -60,7 +60,7 @@ class CandidateStore:
     """Packed candidates on disk. Make it with :meth:`create_or_resume` or :meth:`open`, not directly.
 
     Attributes:
-        folder: Where the files are.
+        folder: Folder of the files.
         manifest: The content of ``manifest.json``.
     """
 
@@ -82,7 +82,7 @@ class CandidateStore:
         :meth:`close` is called.
 
         Args:
-            folder: Where the store is or shall be.
+            folder: Folder of the existing or new store.
             identity: JSON-ready; everything the candidates depend on: model and data fingerprints, settings.
             blocks: Number of files a complete store has.
             overwrite: Replace a store of another identity instead of refusing.
@@ -101,7 +101,7 @@ class CandidateStore:
             manifest = _read_manifest(folder, warn=False)
             same = not any(differences({key: manifest.get(key) for key in wanted}, wanted))
             if same and len(manifest["blocks"]) == blocks:
-                return cls.open(folder)  # nothing to write, so any number of runs may read it at once
+                return cls.open(folder)  # complete, so any number of runs may read it at once
         lock = FolderLock(folder)
         lock.acquire()
         try:
@@ -115,7 +115,7 @@ class CandidateStore:
                     raise _mismatch(folder, found)
                 if found:
                     manifest = {**wanted, "blocks": {}}
-                    # The manifest first: a file that it does not name is no part of the store.
+                    # The manifest first: a file that it does not name is not part of the store.
                     write_json_atomic(folder / _MANIFEST, manifest)
                     for path in folder.glob("block_*.safetensors"):
                         path.unlink()
@@ -131,10 +131,10 @@ class CandidateStore:
 
     @staticmethod
     def check(folder: Path | str, identity: Mapping[str, Any]) -> None:
-        """Refuse a folder that holds candidates of another identity; one that holds none is fine.
+        """Raise an error if a folder holds candidates of another identity; one without candidates is fine.
 
         Raises:
-            StoreMismatchError: Which entries differ, and what to do.
+            StoreMismatchError: The message names the entries that differ, and a remedy.
         """
         folder = Path(folder)
         if (folder / _MANIFEST).is_file():
@@ -174,7 +174,7 @@ class CandidateStore:
         return store
 
     def close(self) -> None:
-        """Let others write, and close the files; tensors that were loaded stay valid."""
+        """Release the lock and close the files; tensors that were loaded stay valid."""
         self._lock.release()
         self._files.clear()
 
@@ -184,11 +184,11 @@ class CandidateStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- what there is ---
+    # --- content ---
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the candidates were made from."""
+        """Identity (model, data, settings) of the candidates."""
         identity: dict[str, Any] = self.manifest["identity"]
         return identity
 
@@ -208,7 +208,7 @@ class CandidateStore:
 
     @property
     def complete(self) -> bool:
-        """Whether every block is there."""
+        """Whether every block has been written."""
         return not self.missing_blocks
 
     @property
@@ -250,7 +250,7 @@ class CandidateStore:
         """Write one block's file without entering it; several processes may do so for different blocks.
 
         Args:
-            index: Which block, 0 to the total less one.
+            index: Index of the block, from 0.
             candidates: Linear -> option label -> packed weight.
             statistics: Linear -> option label -> numbers to keep, such as ``hessian_error`` and ``relative_error``.
 
@@ -288,10 +288,10 @@ class CandidateStore:
         }  # fmt: skip
 
     def enter(self, index: int, entry: dict[str, Any]) -> None:
-        """Make a written block part of the store; a joined store leaves the file of the manifest to its owner.
+        """Make a written block part of the store; in a joined store only the owner writes the manifest file.
 
         Raises:
-            StoreError: The file is not there: another machine has written it to a disk of its own.
+            StoreError: The file is missing: another machine has written it to its own disk.
         """
         path = self.folder / entry["file"]
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
@@ -310,7 +310,7 @@ class CandidateStore:
     def _write_file(self, path: Path, index: int, tensors: dict[str, Tensor]) -> None:
         needed = sum(tensor.nbytes for tensor in tensors.values())
         free = shutil.disk_usage(self.folder).free
-        if needed > free:  # said before minutes are spent on finding out
+        if needed > free:  # fail early, before minutes of writing
             reason = f"{os.strerror(errno.ENOSPC)} ({needed:,} bytes are needed, {free:,} are free)"
             raise write_error(path, OSError(errno.ENOSPC, reason))
         write_tensors_atomic(path, tensors, {"rco": self._stamp(index)})
@@ -318,7 +318,7 @@ class CandidateStore:
     # --- reading ---
 
     def load(self, linear: str, option: str) -> Stored:
-        """One candidate, mapped from the file: it takes memory only as it is read."""
+        """One candidate, memory-mapped from the file."""
         index, entry = self._entry(linear, option)
         file = self._file(index)
         prefix = f"{linear}|{option}|"
@@ -349,7 +349,7 @@ class CandidateStore:
         """Read every file and compare it with its hash.
 
         Raises:
-            StoreCorruptError: Naming the first file that is not as it was written.
+            StoreCorruptError: A file has changed; the message names the first one.
         """
         self._check_sizes()
         for index, entry in self.manifest["blocks"].items():
@@ -389,7 +389,7 @@ class CandidateStore:
         return self._files[index]
 
     def _stamp(self, index: int) -> str:
-        """What a block's file says of itself; one entry, because the order of several is not reproducible."""
+        """Metadata of a block's file; one entry, because the order of several is not reproducible."""
         return f"{self.fingerprint} block {index}"
 
     def _check_sizes(self) -> None:
