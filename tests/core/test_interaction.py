@@ -56,7 +56,7 @@ def test_without_noise_the_losses_at_an_assignment_are_exact(seed):
     choices = torch.from_numpy(np.random.default_rng(seed).integers(0, 3, size=8))
     measured = InteractionLosses(make_problem(8, 20), objective.curvature)
     for _ in range(2):
-        measured.see(choices, gradient_at(objective, choices))
+        measured.add(choices, gradient_at(objective, choices))
     torch.testing.assert_close(measured.losses, exact_losses(objective, choices))
 
 
@@ -71,9 +71,9 @@ def test_noise_is_shrunk():
     total = torch.zeros(40, dtype=torch.float64)
     own = objective.curvature[torch.arange(40), :, 3]
     for _ in range(4):
-        exact.see(choices, clean)
+        exact.add(choices, clean)
         gradient = clean + 12.0 * own.sqrt() * torch.randn(40, 4, generator=rng, dtype=torch.float64)
-        noisy.see(choices, gradient)
+        noisy.add(choices, gradient)
         slope = gradient[torch.arange(40), choices] - gradient[:, 3]
         mine = own[torch.arange(40), choices]
         total += (slope - 2 * mine) / mine.sqrt() / 4
@@ -86,7 +86,7 @@ def test_nothing_seen_leaves_the_own_terms():
     torch.testing.assert_close(measured.losses, objective.curvature[torch.arange(5), :, 3])
     # At the best options there is nothing to learn from.
     best = torch.full((5,), 3)
-    measured.see(best, gradient_at(objective, best))
+    measured.add(best, gradient_at(objective, best))
     torch.testing.assert_close(measured.losses, objective.curvature[torch.arange(5), :, 3])
 
 

@@ -86,7 +86,7 @@ def test_exchanges_respect_blocks_and_joint_budgets():
 def test_the_best_sample_is_the_lowest_while_every_batch_is_new():
     tracker = SampleTracker(256)
     for i in range(200):
-        tracker.see(np.array([i]), [i], 10.0 - 0.01 * i)
+        tracker.add(np.array([i]), [i], 10.0 - 0.01 * i)
     assert tracker.choices.tolist() == [199]
     assert tracker.loss == pytest.approx(8.01)
 
@@ -100,7 +100,7 @@ def test_the_best_sample_is_found_though_batches_differ_in_difficulty():
     tracker = SampleTracker(16)
     for i, q in enumerate(quality):
         batch = int(rng.permutation(16)[i % 16])
-        tracker.see(np.array([i]), [batch], float(q + difficulty[batch]))
+        tracker.add(np.array([i]), [batch], float(q + difficulty[batch]))
     assert tracker.choices.tolist() == [500]
 
 
@@ -109,13 +109,13 @@ def test_the_best_sample_survives_a_checkpoint():
     seen = [(np.array([i]), [int(rng.integers(5))], float(rng.random())) for i in range(40)]
     whole, first = SampleTracker(5), SampleTracker(5)
     for sample in seen:
-        whole.see(*sample)
+        whole.add(*sample)
     for sample in seen[:17]:
-        first.see(*sample)
+        first.add(*sample)
     second = SampleTracker(5)
     second.load(first.state())
     for sample in seen[17:]:
-        second.see(*sample)
+        second.add(*sample)
     assert second.choices.tolist() == whole.choices.tolist()
     assert second.loss == whole.loss
 

@@ -200,7 +200,7 @@ class Population(SearchState):
         return [(genomes[i], losses[i]) for i in order[:count]]
 
     def propose(self, candidates: Candidates) -> None:
-        """The last parent."""
+        """Add the last parent."""
         self.run.notes["stage_batches"] = self.stages
         if self.parent is not None:
             candidates.add("fittest", self.express(self.parent), self.run.scores())

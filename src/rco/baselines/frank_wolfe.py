@@ -175,7 +175,7 @@ class FrankWolfe(BudgetedSearch):
                     losses.append(loss)
                     gradients.append(gradient.numpy())
                     if drawn is not None:
-                        state.best.see(drawn[j], batches, loss)
+                        state.best.add(drawn[j], batches, loss)
                 # A running mean of the gradient, so that vertices do not depend on the noise of single samples.
                 weight = 1.0 if not sampled or step == 0 else 1.0 / (1.0 + step) ** self.averaging
                 state.slope = (1.0 - weight) * state.slope + weight * np.mean(gradients, axis=0)

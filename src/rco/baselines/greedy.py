@@ -185,7 +185,7 @@ class Greedy(BudgetedSearch):
         self.require(batches=1)
 
     def walk(self, run: SearchRun) -> _Climb:
-        """The walk at its first step."""
+        """The initial state: the cheapest options."""
         return _Climb(run, self)
 
     def loop(self, run: SearchRun) -> SearchResult:
@@ -216,5 +216,5 @@ class GreedyDown(Greedy):
     name: ClassVar[str] = "greedy-down"
 
     def walk(self, run: SearchRun) -> _Climb:
-        """The walk from the dearest options."""
+        """The initial state: the dearest options."""
         return _Descent(run, self)

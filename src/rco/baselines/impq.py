@@ -156,7 +156,7 @@ def minimise_surrogate(
 
 
 class _Orders(SearchState):
-    """The orders walked so far and the marginals measured on them."""
+    """The orders so far and the marginals measured on them."""
 
     saved = ("orders", "marginals")
 

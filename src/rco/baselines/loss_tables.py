@@ -47,7 +47,7 @@ class LossTable(SearchState):
         return self.total / max(self.seen, 1)
 
     def propose(self, candidates: Candidates) -> None:
-        """The knapsack of the table, if anything was measured."""
+        """Add the knapsack of the table, if anything was measured."""
         self.run.notes["batches_measured"] = self.seen
         if self.seen:
             self._add(candidates)
@@ -69,7 +69,7 @@ class GivenTable(LossTable):
         raise AssertionError("the table is given")
 
     def propose(self, candidates: Candidates) -> None:
-        """The knapsack of the table."""
+        """Add the knapsack of the table."""
         self.run.notes["batches_measured"] = 0
         self._add(candidates)
 

@@ -87,7 +87,7 @@ class SampleTracker:
         index = np.asarray(batches)
         return float((self._excess[index] / np.maximum(self._visits[index], 1)).mean())
 
-    def see(self, choices: np.ndarray, batches: Sequence[int], loss: float) -> None:
+    def add(self, choices: np.ndarray, batches: Sequence[int], loss: float) -> None:
         """Record a sample's loss on its batches."""
         # Both samples are corrected with the current difficulty estimates.
         best = self._measured - self._difficulty(self._batches) if self._batches else math.inf

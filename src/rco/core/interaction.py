@@ -34,7 +34,7 @@ class InteractionLosses:
         # Samples of each group at another option than its best, and the sums of their factors and squared factors.
         self._seen = torch.zeros(3, problem.num_groups, dtype=self._own.dtype)
 
-    def see(self, choices: Tensor, gradient: Tensor) -> None:
+    def add(self, choices: Tensor, gradient: Tensor) -> None:
         """Record the gradient (N, K) with respect to the gates at a sample's choices (N,)."""
         rows = self._rows
         slope = gradient[rows, choices] - gradient[rows, self._best]

@@ -29,7 +29,7 @@ class RiemannianOptimizer(torch.optim.Optimizer):
 
     Each step projects the gradients onto the tangent space, lets the wrapped optimizer step, retracts the
     parameters and transports the first moment (``exp_avg`` or ``momentum_buffer``); second moments are magnitudes
-    per coordinate and stay as they are. ``param_groups`` and ``state`` are those of the wrapped optimizer, so
+    per coordinate and stay unchanged. ``param_groups`` and ``state`` are those of the wrapped optimizer, so
     learning-rate schedulers and checkpoints work on this object. Under ``sense="<="`` the momentum's component
     along the slack is kept beside it in the state.
 
@@ -40,7 +40,7 @@ class RiemannianOptimizer(torch.optim.Optimizer):
         optimizer: The torch optimizer, with (N, K) float64 CPU parameters.
         manifold: Manifold of the parameters. A param group may carry its own under the key ``"manifold"``; a
             group whose manifold is None is optimized without constraint.
-        one_sided: Under ``sense="<="``, whether a gradient or momentum that lowers a cost is left as it is. The
+        one_sided: Under ``sense="<="``, whether a gradient or momentum that lowers a cost is left unchanged. The
             printed algorithm (False) projects it as well and can stick to the budget; see
             :meth:`BudgetManifold.project`.
         straighten: With an optimizer of Adam's kind, make its step keep the budgets in its own metric before the

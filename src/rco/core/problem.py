@@ -615,7 +615,7 @@ def _weighted_costs(directions: ExactArray, weights: ExactArray | None) -> tuple
 
 
 def _check_budgets(problem: AllocationProblem) -> None:
-    """Refuse budgets that no assignment meets, or under which there is nothing to decide.
+    """Raise an error for budgets that no assignment meets, or that leave nothing to decide.
 
     Raises:
         InfeasibleBudgetError: A budget lies outside its reachable range, or joint ones cannot be met together.

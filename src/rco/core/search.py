@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 _OWN_CANDIDATES = 4  # most that the loop proposes
-# Compared at the end: with the uniform assignment, the prior's knapsack, and the proxy's as it is and spent.
+# Compared at the end: the uniform assignment, the prior's knapsack, and the proxy's, unchanged and spent.
 MOST_CANDIDATES = _OWN_CANDIDATES + 4
 # Shares of an allowance that are left for the choice among candidates, and for the exchanges after it.
 _CHOICE, _REFINE = 0.15, 0.2
@@ -76,7 +76,7 @@ class GumbelSearch(BudgetedSearch):
         monotone: Whether costlier options are never worse, so that unspent budget is spent; None: as the
             problem declares.
         seed, max_evaluations, max_seconds: See :class:`rco.core.searcher.BudgetedSearch`. An allowance shortens
-            the loop and what follows it; the temperature then falls over what is left.
+            the loop and the parts after it; the temperature then falls over the shorter loop.
     """
 
     steps: int | None = 200
@@ -154,7 +154,7 @@ class GumbelSearch(BudgetedSearch):
                     gradient += sample_gradient / schedule.samples
                     prices += slope / schedule.samples
                     losses.append(loss)
-                    state.best.see(choices.numpy(), some, loss)
+                    state.best.add(choices.numpy(), some, loss)
 
                 mean = float(np.mean(losses))
                 optimizer.step(gradient, mean)  # lines 9 to 14: project, Adam, retract, transport
@@ -308,7 +308,7 @@ class GumbelState(SearchState):
     def corrected(self, choices: Tensor, slope: Tensor) -> Tensor:
         """A sample's gradient in the gates (N, K), plus the curvature's cost of leaving its choices."""
         if self.interaction is not None:
-            self.interaction.see(choices, slope)
+            self.interaction.add(choices, slope)
         bend = self.evaluator.switch_curvature(choices) if self.settings.curvature else None
         return slope if bend is None else slope + bend
 

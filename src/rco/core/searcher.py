@@ -195,7 +195,7 @@ class SearchState(ABC):
     def polish(
         self, choices: np.ndarray, losses: np.ndarray, on_step: OnStep | None
     ) -> tuple[np.ndarray, float]:
-        """Improve the chosen candidate with what is left of the allowance; most methods leave it as it is.
+        """Improve the chosen candidate with the rest of the allowance; most methods leave it unchanged.
 
         ``losses`` are the candidate's, one per selection batch; the returned loss is a mean over them.
         """
@@ -230,7 +230,7 @@ class FixedAnswer(SearchState):
         self.candidates = len(answers)
 
     def propose(self, candidates: Candidates) -> None:
-        """The allocations as they are."""
+        """Add the allocations unchanged."""
         candidates.choices.update(self.answers)
 
 

@@ -150,7 +150,7 @@ def splits(data: CalibrationSet, *, search: int, selection: int) -> tuple[Calibr
     """
     if search < 1 or selection < 0 or search + selection > len(data):
         raise DataError(
-            f"Cannot take {search} sequences for search and {selection} for selection out of {len(data)}; ask for "
+            f"Cannot take {search} sequences for search and {selection} for selection out of {len(data)}; request "
             f"at least one for search and at most {len(data)} together."
         )
     return data.select(slice(0, search)), data.select(slice(search, search + selection))

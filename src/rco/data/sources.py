@@ -44,7 +44,7 @@ _GROUPS = {"builtin": tuple(_BUILTIN)}
 
 @dataclass(frozen=True)
 class _HubDataset:
-    """A data set of the Hub; where it has no split of its own for evaluation, one record in five is held back.
+    """A data set of the Hub; if it has no evaluation split, one record in five is held back.
 
     ``title`` matches the record that begins a document, for data sets whose records are the lines of documents.
     """

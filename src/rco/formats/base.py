@@ -93,7 +93,7 @@ class Stored:
         return self.over({name: tensor.to(device) for name, tensor in self.tensors.items()})
 
     def clone(self) -> Self:
-        """A copy in memory of its own."""
+        """A copy that shares no memory."""
         return self.over({name: tensor.clone() for name, tensor in self.tensors.items()})
 
     def rows(self, start: int, stop: int) -> Self:

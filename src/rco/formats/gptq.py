@@ -6,7 +6,7 @@ triangular) the factor is ``U = R^-1``, since ``(H + damp I)^-1 = U^T U``. Withi
 applied one by one, to the columns after the block by one matrix product per grid. The corrections satisfy
 ``W - Q = E U``, so the squared errors in the norm of the damped Hessian are the row sums of ``E^2``.
 
-GPTQ never returns to a column; coordinate descent does. With ranges fixed and all other codes as they are, the best
+GPTQ never returns to a column; coordinate descent does. With ranges and all other codes fixed, the best
 code of a column has a closed form in the residual ``(W - Q) H``. Every move lowers the error in the norm of the
 damped Hessian, so any number of sweeps is safe.
 """

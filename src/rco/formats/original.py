@@ -1,4 +1,4 @@
-"""The original weight, left as it is."""
+"""The original weight, unchanged."""
 
 from __future__ import annotations
 

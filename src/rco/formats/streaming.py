@@ -56,7 +56,7 @@ class OptionStream:
         self._left: dict[int, torch.cuda.Event] = {}  # by position: when its slot was last read
 
     def add(self, options: Sequence[Option]) -> StreamedOptions:
-        """Move a layer's packed options to pinned host memory; dense ones stay as they are."""
+        """Move a layer's packed options to pinned host memory; dense ones stay on the device."""
         streamed = StreamedOptions(self, len(self._layers), options)
         self._layers.append(streamed)
         return streamed

@@ -295,7 +295,7 @@ class SwitchableLinear(nn.Module):
         return y if self.noise is None else y + F.linear(x, self.noise.to(x.dtype))
 
     def selected_weight(self, dtype: torch.dtype) -> Tensor:
-        """The selected option as a dense (out, in) matrix of its own, differentiable in the gate."""
+        """The selected option as a new dense (out, in) matrix, differentiable in the gate."""
         weight = _weight(self._known, self.selection, dtype)
         return weight if self.noise is None else weight + self.noise.to(dtype)
 

@@ -37,7 +37,7 @@ def check_exporter(exporter: Exporter, source: LoadedModel, weights: Mapping[str
     shards = sorted(out.glob("*.safetensors"))
     if shards:
         written = sum(shard.stat().st_size for shard in shards)
-        assert summary.total_bytes == written, f"{summary.total_bytes} bytes promised, {written} written"
+        assert summary.total_bytes == written, f"{summary.total_bytes} bytes reported, {written} written"
         _check_logits(source, weights, out)
     content = {path.name: path.read_bytes() for path in out.iterdir()}
     _expect(ExportError, lambda: exporter.export(source, weights, out), "a folder that is not empty")

@@ -94,7 +94,7 @@ def _check_encoding(
 ) -> Stored:
     before = weight.clone()
     stored = format.encode(weight, statistics, settings=settings)
-    assert torch.equal(weight, before), "encoding leaves the weight as it is"
+    assert torch.equal(weight, before), "encoding changes the weight"
     assert stored.format == format.on(weight.shape[1]), f"{format.name} made {stored.format.name}"
     assert tuple(stored.shape) == tuple(weight.shape)
     assert {each.device for each in stored.tensors.values()} <= {weight.device}, "tensors stay on the device"
@@ -117,7 +117,7 @@ def _check_bytes(format: Format, stored: Stored, dtype: torch.dtype) -> None:
     file = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
     written = len(file) - 8 - int.from_bytes(file[:8], "little")
     promised = format.nbytes(stored.shape, dtype)
-    assert promised == written, f"{format.name} promises {promised} bytes and writes {written}"
+    assert promised == written, f"{format.name} reports {promised} bytes and writes {written}"
 
 
 def _check_decoding(

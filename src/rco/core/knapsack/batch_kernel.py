@@ -1,7 +1,7 @@
 """The compiled entry points of the exact multiple-choice knapsack.
 
 With a multiplier ``lam >= 0`` and the regret ``r_ik = max_j(v_ij - lam c_ij) - (v_ik - lam c_ik) >= 0``, every
-feasible choice x is worth ``L(lam) - [sum of its regrets + lam * slack]``, and the bracket is what is minimised:
+feasible choice x is worth ``L(lam) - [sum of its regrets + lam * slack]``, and the bracket is minimised:
 :mod:`~rco.core.knapsack.lagrangian_dual` finds ``lam`` and a first solution,
 :mod:`~rco.core.knapsack.state_lists` closes the gap. There is no budget
 grid, so time does not depend on the budget. Costs, slack and offsets are int64; only values, the multiplier and

@@ -4,7 +4,7 @@ A state is (offset = cost - capacity, regret) of the choices made so far. :func:
 regret alone exceeds the gap; :func:`search` merges state lists over what is left, with dominance and with lower
 bounds from the smallest regret per unit of cost among the groups still to come. Where many groups offer the same
 value per cost those bounds prune nothing, and only an exact fit closes the gap: lists over two disjoint sets of
-groups, joined in one pass, look at as many combinations as the product of their lengths.
+groups, joined in one pass, cover as many combinations as the product of their lengths.
 """
 
 # numba infers and specialises all types here; annotations would be a second source that nothing checks.

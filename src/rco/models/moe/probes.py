@@ -222,7 +222,7 @@ class UsedRoom:
 
     Attributes:
         recorded: Whether the sample is recorded, to be replayed with other gates.
-        layers: Layer, slots and expected number; None for any, in a replayed sample.
+        layers: Layer, slots and expected number of probes, None in a recorded sample.
         needed: The numbers needed, on the device: one tensor per layer, or all in one.
     """
 
