@@ -52,7 +52,7 @@ class RoutingProbes:
         missing: (tokens, top_k) True for slots that a token's groups could not fill.
         weakest: (tokens,) slot that an entering expert pushes out.
         runners: (tokens,) best survivor beyond a token's choice.
-        nobody: (tokens,) True where no survivor is left, and the runner-up is any expert.
+        without_runner: (tokens,) True where no survivor is left; the runner-up is then an arbitrary expert.
         enter_tokens: (P,) tokens that a pruned expert would enter.
         enter_experts: (P,) that pruned expert.
         enter_counts: (P,) False for padding of the list; None: there is none.
@@ -65,7 +65,7 @@ class RoutingProbes:
     missing: Tensor
     weakest: Tensor
     runners: Tensor
-    nobody: Tensor
+    without_runner: Tensor
     enter_tokens: Tensor
     enter_experts: Tensor
     enter_counts: Tensor | None = None
@@ -138,10 +138,10 @@ class RoutingProbes:
         now = _ratio(n, d)
 
         # Kept and chosen: without it, the runner-up replaces it.
-        nobody = self.nobody.unsqueeze(-1)
-        stepping = mass.gather(-1, self.runners.unsqueeze(-1)).masked_fill(nobody, 0.0)
+        without_runner = self.without_runner.unsqueeze(-1)
+        stepping = mass.gather(-1, self.runners.unsqueeze(-1)).masked_fill(without_runner, 0.0)
         # A product with zero is not enough: the output of an expert that is not computed may be infinite.
-        added = (stepping * probes[:tokens].unsqueeze(-1)).masked_fill(nobody, 0.0)
+        added = (stepping * probes[:tokens].unsqueeze(-1)).masked_fill(without_runner, 0.0)
         without = _ratio(n - terms + added, self._denominator(d, r, stepping))
         change = (now - without).masked_fill(self.missing, 0.0)
         if survivors:
