@@ -83,7 +83,7 @@ class LevelSwitch:
         return mutant
 
     def _use_up(self, before: np.ndarray, mutant: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Raise untouched groups at random while something fits, so that unequal costs leave no budget."""
+        """Raise untouched groups at random while something fits, so that unequal costs waste no budget."""
         rung, groups = self.ladder.rung, np.arange(len(mutant))
         while True:
             possible = self.ladder.neighbours(mutant, 1) & fitting_switches(self.problem, mutant)

@@ -27,8 +27,8 @@ class OutOfAllowance(Exception):
 class Evaluator:
     """Counts forwards and backwards, and refuses evaluations beyond the allowance.
 
-    One evaluation is one batch forwarded; a backward counts as two more, its cost. A part of the allowance may be
-    kept back for the choice among finished candidates, which ignores the limits.
+    One evaluation is one batch forwarded; a backward counts as two more, which is its cost. A part of the allowance
+    may be kept back for the choice among finished candidates, which ignores the limits.
     """
 
     def __init__(self, objective: Loss) -> None:

@@ -38,7 +38,7 @@ def local_cost(
     """Expected cost of every block (J,); writes ``p_ik (c_ik - E_i[c])`` to ``normal``."""
     expected = np.zeros(len(offsets) - 1)
     for j in range(len(expected)):
-        total, lost = 0.0, 0.0  # compensated sum: exact to the last digits for thousands of groups
+        total, lost = 0.0, 0.0  # compensated sum: keeps the last digits over thousands of groups
         for index in range(offsets[j], offsets[j + 1]):
             i = order[index]
             top = _likeliest(x[i])

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 _OWN_CANDIDATES = 4  # most that the loop proposes
-# Compared at the end: the uniform assignment, the prior's knapsack, and the proxy's, unchanged and spent.
+# With the uniform assignment, the prior's knapsack, and the proxy's, unchanged and with its budget spent.
 MOST_CANDIDATES = _OWN_CANDIDATES + 4
 # Shares of an allowance that are left for the choice among candidates, and for the exchanges after it.
 _CHOICE, _REFINE = 0.15, 0.2
@@ -309,8 +309,8 @@ class GumbelState(SearchState):
         """A sample's gradient in the gates (N, K), plus the curvature's cost of leaving its choices."""
         if self.interaction is not None:
             self.interaction.add(choices, slope)
-        bend = self.evaluator.switch_curvature(choices) if self.settings.curvature else None
-        return slope if bend is None else slope + bend
+        second_order = self.evaluator.switch_curvature(choices) if self.settings.curvature else None
+        return slope if second_order is None else slope + second_order
 
     def average_in(self, steps: int, prices: Tensor) -> None:
         """Add the logits after the last steps to their average."""

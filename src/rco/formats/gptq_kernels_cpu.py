@@ -21,7 +21,7 @@ TILE = 64
 
 @numba.njit(nogil=True)
 def _correct(tile: Any, errors: Any, factor: Any, first: int, last: int) -> None:
-    """Subtract the errors of columns ``first`` to ``last`` (at most four) from those after ``last``."""
+    """Correct the columns after ``last`` for the errors of columns ``first`` to ``last`` (at most four)."""
     width = tile.shape[0]
     if last - first == 4:
         # Four at a time: each later column is then read and written once instead of four times.

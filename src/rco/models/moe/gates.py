@@ -125,7 +125,7 @@ class ExpertGates:
         self._gates[layer].options = options
 
     def use_squares(self, squares: bool) -> None:
-        """Let gates receive the sum over tokens of the squared change instead of their gradient.
+        """Set whether gates receive the sum over tokens of the squared change instead of their gradient.
 
         If the loss is the log-likelihood of tokens drawn from the model itself, that is the diagonal of the Fisher
         information of removing an expert, with tokens taken as independent.
