@@ -66,9 +66,7 @@ class LevelSwitch:
             return None
         mutant = choices.copy()
         mutant[lowered[0]] = lowered[1]
-        if self._over(
-            mutant
-        ):  # with joint budgets an option that is cheaper in total may cost more under one
+        if self._over(mutant):  # with joint budgets a cheaper option may still cost more under one of them
             return None
         if not self.problem.monotone and rng.integers(2):
             return mutant  # where dearer may be worse, spending less is a neighbour too

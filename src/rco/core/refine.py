@@ -110,8 +110,8 @@ class _Climb:
             gates = one_hot(self.choices, self.problem.num_options)
             _, gradient = self.evaluator.loss_and_gradient(gates, range(count))
             linear = (gradient - gradient.gather(1, current[:, None])).numpy()
-            second_order = self.evaluator.switch_curvature(current)
-            self._predicted = (key, linear, np.zeros_like(linear) if second_order is None else second_order.numpy())
+            curved = self.evaluator.switch_curvature(current)
+            self._predicted = (key, linear, np.zeros_like(linear) if curved is None else curved.numpy())
         return self._predicted[1], self._predicted[2]
 
     def knapsacks(self) -> Iterator[np.ndarray]:
@@ -119,12 +119,12 @@ class _Climb:
         predicted = self.predict()
         if predicted is None:
             return
-        linear, second_order = predicted
+        linear, curved = predicted
         # Without curvature a fixed cost per switch replaces it.
         toll = np.full_like(linear, float(np.median(np.abs(linear))))
         toll[np.arange(len(toll)), self.choices] = 0.0
         for damping in _DAMPINGS:
-            cost = linear + damping * (second_order if second_order.any() else toll)
+            cost = linear + damping * (curved if curved.any() else toll)
             found = found_allocation(np.where(self.problem.allowed, -cost, -np.inf), self.problem)
             if found is None:
                 return

@@ -309,8 +309,8 @@ class GumbelState(SearchState):
         """A sample's gradient in the gates (N, K), plus the curvature's cost of leaving its choices."""
         if self.interaction is not None:
             self.interaction.add(choices, slope)
-        second_order = self.evaluator.switch_curvature(choices) if self.settings.curvature else None
-        return slope if second_order is None else slope + second_order
+        curved = self.evaluator.switch_curvature(choices) if self.settings.curvature else None
+        return slope if curved is None else slope + curved
 
     def average_in(self, steps: int, prices: Tensor) -> None:
         """Add the logits after the last steps to their average."""

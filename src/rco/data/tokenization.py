@@ -28,8 +28,7 @@ def first_tokens(tokenizer: Any) -> list[int]:
 def token_stream(documents: Iterable[Document], tokenizer: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Token ids (int64) and whether each counts (bool), document after document.
 
-    Documents end with the end-of-text token, if the tokenizer has one, so that the
-    boundary between two is marked.
+    Documents end with the end-of-text token, if the tokenizer has one, which marks the boundary between two.
     """
     end = getattr(tokenizer, "eos_token_id", None)
     tail = [] if end is None else [int(end)]
