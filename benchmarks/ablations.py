@@ -525,7 +525,7 @@ class _Bench:
         selection = self.data.selection.select(slice(0, 1)) if printed else self.data.selection
         backend.use_differences(None if printed else self._differences(backend, loop, run.seed))
         start = config.printed_prior if printed else "fisher"
-        beliefs: dict[str, Any] = backend.beliefs(problem, start, 1.0 if printed else config.prior_strength)
+        inputs: dict[str, Any] = backend.search_inputs(problem, start, 1.0 if printed else config.prior_strength)
         settings: dict[str, Any] = {
             "steps": loop.steps,
             "samples": loop.samples,
@@ -537,7 +537,7 @@ class _Bench:
         searcher = PlainRCO(**settings) if printed else RCO(**settings, refine=config.refine)
         last: dict[str, Any] = {}
         with backend.objective(data, selection) as objective:
-            result = searcher.search(problem, objective, on_checkpoint=last.update, **beliefs)
+            result = searcher.search(problem, objective, on_checkpoint=last.update, **inputs)
         choices = np.asarray(result.allocation)
         found = {"search": choices}
         if printed:

@@ -102,7 +102,7 @@ def run_part(settings, model, experts, calibration, allocation, seed):
         searcher = configured_searcher(config)
         with backend.objective(data.search, data.selection) as objective:
             result = searcher.search(
-                problem, objective, **backend.beliefs(problem, config.start, config.strength)
+                problem, objective, **backend.search_inputs(problem, config.start, config.strength)
             )
         chosen = result.allocation
         assert problem.is_feasible(chosen)

@@ -116,7 +116,7 @@ def prior_of(settings, backend, data, problem, seed):
         part = data.select(slice(0, settings.sensitivity))
         write_tensors_atomic(path, {"d": backend.differences(part, seed=seed)}, shared=True)
     backend.use_differences(load_file(path)["d"])
-    return backend.beliefs(problem, "fisher", settings.config().strength)["prior"]
+    return backend.search_inputs(problem, "fisher", settings.config().strength)["prior"]
 
 
 def searcher_of(settings, method, own, seed):

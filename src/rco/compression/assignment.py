@@ -27,13 +27,13 @@ def assignment_problem(
 
     Args:
         costs: Of the plan, for the budget's kind.
-        budget: What was asked for.
-        uniform: Where experts are kept or removed: the same number in every layer.
-        min_per_layer: Fewest experts that a layer keeps; its router's top-k is the least in any case.
+        budget: The requested budget.
+        uniform: Keep the same number of experts in every layer; for plans that only keep or remove experts.
+        min_per_layer: Fewest experts that a layer keeps; never below its router's top-k.
 
     Raises:
         InfeasibleBudgetError: No assignment meets the budget.
-        ValueError: Anything else that is wrong with what was asked.
+        ValueError: The request is invalid for another reason.
     """
     plan = costs.plan
     arguments: dict[str, Any] = {
@@ -57,7 +57,7 @@ def assignment_problem(
 
 
 def _min_counts(plan: CompressionPlan, min_per_layer: int) -> dict[str, Any]:
-    """At least as many experts of every layer stay as its router picks; groups of no layer have no minimum."""
+    """Fewest experts kept per layer, at least its router's top-k; groups outside expert layers have no minimum."""
     layers, blocks = plan.sparse_layers, plan.layer_of_group
     counts = [max(layer.top_k, min_per_layer) for layer in layers]
     staying = [column for column, option in enumerate(plan.options) if option != REMOVED]
@@ -67,7 +67,7 @@ def _min_counts(plan: CompressionPlan, min_per_layer: int) -> dict[str, Any]:
 
 
 def experts_to_prune(budget: Budget, experts: int) -> int:
-    """How many experts a budget of kind ``experts`` prunes: this is the one place where a fraction is rounded.
+    """Number of experts that a budget of kind ``experts`` prunes; fractions are rounded here and nowhere else.
 
     A fraction f prunes floor(f * experts); a whole number is a count.
     """
@@ -91,7 +91,7 @@ def experts_to_prune(budget: Budget, experts: int) -> int:
 def _removal_problem(
     costs: Costs, budget: Budget, arguments: dict[str, Any], uniform: bool, min_per_layer: int
 ) -> AllocationProblem:
-    """Exactly as many experts removed as asked, never fewer kept than a router picks."""
+    """The problem of removing the requested number of experts, each layer keeping at least its router's top-k."""
     plan, allowed = costs.plan, arguments["allowed"]
     layers, blocks = plan.sparse_layers, plan.layer_of_group
     prune, keep = plan.options.index(REMOVED), plan.options.index(ORIGINAL)
@@ -110,7 +110,7 @@ def _removal_problem(
     target: Any = (_uniform_budgets if uniform else _total_budget)(layers, least, budget, costs)
     arguments["blocks"] = blocks if uniform else None
     arguments["min_counts"] = _min_counts(plan, min_per_layer)
-    # A block that the locks decide altogether has no surface C = B to walk on.
+    # A block fully fixed by the locks has no surface C = B to search on.
     decided = [not allowed[blocks == b].all(axis=1).any() for b in range(len(layers))]
     stuck = any(decided) if uniform else all(decided)
     try:
@@ -159,8 +159,8 @@ def _uniform_budgets(
             if asked % len(layers):
                 near = asked // len(layers) * len(layers)
                 raise ValueError(
-                    f"`uniform` prunes the same number in each of {len(layers)} layers, and {asked} is no multiple "
-                    f"of {len(layers)}; ask for {near} or {near + len(layers)}."
+                    f"`uniform` prunes the same number in each of {len(layers)} layers, and {asked} is not a "
+                    f"multiple of {len(layers)}; ask for {near} or {near + len(layers)}."
                 )
             pruned = [asked // len(layers)] * len(layers)
         kept = [count - gone for count, gone in zip(counts, pruned, strict=True)]
@@ -181,13 +181,13 @@ def _check_room(budget: Budget, room: Fraction, costs: Costs, least: int, most: 
     fixed, unit = costs.fixed, costs.unit
     if room < least:
         raise InfeasibleBudgetError(
-            f"{budget.argument} is too little: without any expert the model takes {fixed:,} {unit}, and with the "
-            f"fewest its routers need {fixed + least:,}; the full model takes {fixed + most:,}."
+            f"{budget.argument} is too small: the model takes {fixed:,} {unit} without experts, {fixed + least:,} "
+            f"with the fewest that its routers need, and {fixed + most:,} in full."
         )
     if room >= most:
         raise ValueError(
-            f"{budget.argument} holds the full model ({fixed + most:,} {unit}): nothing is to be "
-            "pruned. Ask for less."
+            f"{budget.argument} is enough for the full model ({fixed + most:,} {unit}), so nothing would be "
+            "pruned; give a smaller budget."
         )
 
 

@@ -276,14 +276,14 @@ class WidthContest(Contest):
             config,
             pair=impq_pair(compression.plan, problem),
         )
-        beliefs: dict[str, Tensor] = {}
+        inputs: dict[str, Tensor] = {}
         compression.use_differences(prepared.differences if entrant.prior else None, prepared.layer_errors)
         if entrant.prior:
-            beliefs = compression.beliefs(problem, "fisher", config.strength)
+            inputs = compression.search_inputs(problem, "fisher", config.strength)
             if before is not None:
-                beliefs["prior"][torch.arange(len(before)), torch.from_numpy(before)] += config.strength
+                inputs["prior"][torch.arange(len(before)), torch.from_numpy(before)] += config.strength
         elif entrant.start == "weight-error":
-            beliefs = compression.beliefs(problem, "weight-error", 1.0)
+            inputs = compression.search_inputs(problem, "weight-error", 1.0)
 
         def on_incumbent(record: StepRecord, incumbent: Callable[[], np.ndarray | None]) -> None:
             spent = record.forwards + 2 * record.backwards + prepared.evaluations
@@ -301,7 +301,7 @@ class WidthContest(Contest):
                 problem,
                 objective.with_tables(**tables),
                 on_incumbent=on_incumbent if curve is not None else None,
-                **beliefs,
+                **inputs,
             )
         return result, prepared
 
@@ -416,7 +416,7 @@ class ExpertContest(Contest):
         else:
             searcher = entrant.make(allowance - prepared.evaluations, seed, self.config)
         with self.compression.objective(data.search, selection) as objective:
-            result: SearchResult = searcher.search(self.planned.problem, objective, **self._beliefs(entrant))
+            result: SearchResult = searcher.search(self.planned.problem, objective, **self._search_inputs(entrant))
         return result, prepared
 
     def _sense(self, entrant: ExpertEntrant, data: CalibrationSet, seed: int, allowance: int) -> _Prepared:
@@ -433,7 +433,7 @@ class ExpertContest(Contest):
         batches = -(-count // config.batch_size)
         return _Prepared(forwards=batches, backwards=batches)
 
-    def _beliefs(self, entrant: ExpertEntrant) -> dict[str, Tensor]:
+    def _search_inputs(self, entrant: ExpertEntrant) -> dict[str, Tensor]:
         config, compression = self.config, self.compression
         if not entrant.gradient_search:
             # Baselines take scores as they are; EvoESAP's order within a layer is REAP's, as published.
@@ -441,7 +441,7 @@ class ExpertContest(Contest):
         if entrant.score is not None:
             return {"prior": compression.logits_of_scores(entrant.score, config.strength, config.prior_scale)}
         start = "none" if entrant.method == PLAIN else config.start
-        return compression.beliefs(self.planned.problem, start, config.strength, config.prior_scale)
+        return compression.search_inputs(self.planned.problem, start, config.strength, config.prior_scale)
 
     def _amounts(self, result: SearchResult, judge: Judge, problem: AllocationProblem) -> dict[str, Any]:
         return {

@@ -239,7 +239,7 @@ def _search(
             searcher,
             planned.problem,
             objective.with_tables(**known),
-            _beliefs(config, planned),
+            _search_inputs(config, planned),
             progress,
             lambda units: compression.describe_cost(planned.budget.kind, units),
         )
@@ -250,9 +250,9 @@ def _search(
     return result
 
 
-def _beliefs(config: CompressConfig, planned: Planned) -> dict[str, Tensor]:
+def _search_inputs(config: CompressConfig, planned: Planned) -> dict[str, Tensor]:
     scale = config.prior_scale if isinstance(config, PruneConfig) else "global"
-    return planned.compression.beliefs(planned.problem, config.start, config.strength, scale)
+    return planned.compression.search_inputs(planned.problem, config.start, config.strength, scale)
 
 
 def _run_search(
@@ -260,14 +260,14 @@ def _run_search(
     searcher: Any,
     problem: AllocationProblem,
     objective: Objective,
-    beliefs: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
     progress: Progress,
     describe_cost: Callable[[float], str],
 ) -> SearchResult:
     """Search with a checkpoint after every step, from the newest checkpoint if there is one; keep the result.
 
-    ``beliefs`` are the search's ``prior`` and ``proxy``, where they are known; ``describe_cost`` puts an expected
-    cost into words for the progress.
+    ``inputs`` are the search's ``prior`` and ``proxy``, if known; ``describe_cost`` formats an expected cost for
+    the progress.
     """
     checkpoint = run.load_checkpoint()
     step, state = checkpoint if checkpoint is not None else (0, None)
@@ -283,7 +283,7 @@ def _run_search(
         if record.phase == "refine":  # search steps are written with their checkpoint
             run.append_history(record)
 
-    arguments: dict[str, Any] = dict(beliefs)
+    arguments: dict[str, Any] = dict(inputs)
     if "on_checkpoint" in inspect.signature(searcher.search).parameters:
         arguments.update(on_checkpoint=on_checkpoint, resume=state)
     result: SearchResult = searcher.search(problem, objective, on_step=on_step, **arguments)
@@ -378,7 +378,7 @@ def _by_domain(
                 compression.score_experts(own.search, sensitivity=_sensitivity(config))
                 searcher = configured_searcher(config)
                 with _shared_objective(planned, own, domain) as objective:
-                    result = searcher.search(planned.problem, objective, **_beliefs(config, planned))
+                    result = searcher.search(planned.problem, objective, **_search_inputs(config, planned))
                 measured[domain] = judge.row(domain, result.allocation, planned.problem)["by_domain"]
                 moe["by_domain"] = measured
                 run.update_metrics({"moe": moe})
