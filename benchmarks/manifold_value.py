@@ -89,7 +89,7 @@ class Settings:
 @functools.lru_cache(maxsize=1)
 def bench_of(settings):
     """Backend, text and judge of a process."""
-    from rco.pipeline.judge import Judge
+    from rco.pipeline.evaluate_allocations import AllocationEvaluator
     from rco.pipeline.planning import build_data, plan_compression
 
     config = settings.config()
@@ -97,7 +97,7 @@ def bench_of(settings):
     planned.compression.keep_references = True
     data = build_data(config, planned.loaded.tokenizer)
     planned.compression.candidates(data.search)
-    return planned.compression, data, Judge(planned.compression, data.evaluation)
+    return planned.compression, data, AllocationEvaluator(planned.compression, data.evaluation)
 
 
 def prepare(settings):

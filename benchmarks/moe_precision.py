@@ -167,7 +167,7 @@ def run_part(settings, model, bits, seed, method):
     """Search and judge; one line of the file of parts."""
     import numpy as np
 
-    from rco.pipeline.judge import Judge
+    from rco.pipeline.evaluate_allocations import AllocationEvaluator
     from rco.pipeline.searchers import configured_searcher
 
     began = time.perf_counter()
@@ -197,7 +197,7 @@ def run_part(settings, model, bits, seed, method):
         allocation, chosen_from, candidates = result.allocation, result.chosen_from, result.candidates
         forwards, backwards = result.forwards, result.backwards
     searched = time.perf_counter() - began
-    row = Judge(backend, data.evaluation).row(method, allocation, problem)
+    row = AllocationEvaluator(backend, data.evaluation).row(method, allocation, problem)
     size = backend.costs("size")
     choices = np.asarray(allocation)
     widths = np.array(backend.plan.widths)[choices]

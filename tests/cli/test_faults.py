@@ -93,7 +93,7 @@ PLACES = {
 MORE_PLACES = {
     "sensitivities": ("rco.pipeline.compress:write_tensors_atomic", 1),
     "search, before its result": ("rco.runs:RunDirectory.write_result", 1),
-    "evaluation": ("rco.pipeline.judge:Judge.row", 3),
+    "evaluation": ("rco.pipeline.evaluate_allocations:AllocationEvaluator.row", 3),
     "export, before its name": ("rco.export.exporter:_put_in_place", 1),
     "report": ("rco.pipeline.compress:build_report", 1),
 }

@@ -203,7 +203,7 @@ def test_progress_shows_where_the_search_stands(run, tmp_path, random_llama, tex
     assert code == 0
     # The device and the range come first, before any work.
     assert err.splitlines()[0] == "device: cpu (--device auto)"
-    assert err.splitlines()[1].startswith("3 bits asked; bits from 2 to 8 can be had; memory about ")
+    assert err.splitlines()[1].startswith("requested 3 bits; bits from 2 to 8 are feasible; memory about ")
     lines = [line for line in err.splitlines() if line.startswith("search: ")]
     step = r"search: \d/3, loss [\d.e-]+, 3\.0000 bits, entropy [\d.]+, \d+ decided, tau [\d.]+"
     assert len(lines) == 3

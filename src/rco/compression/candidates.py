@@ -238,7 +238,9 @@ def build_candidates(
 
     def fail() -> None:
         for other in failures[1:]:
-            logger.warning("Another error beside the one that ends the job: %s: %s", type(other).__name__, other)
+            logger.warning(
+                "Another error beside the one that ends the job: %s: %s", type(other).__name__, other
+            )
         if failures:
             raise failures[0]
 

@@ -174,7 +174,9 @@ class Costs:
         if self.count == "all":
             return
         if self.kind == "size":
-            raise ValueError("`size` counts the whole checkpoint; leave out `count='experts'`, which is for bits.")
+            raise ValueError(
+                "`size` counts the whole checkpoint; leave out `count='experts'`, which is for bits."
+            )
         if not self.plan.experts:
             raise ValueError("`count='experts'` needs a model with experts.")
         free = [group for group in self.plan.groups if not self.counts(group) and len(group.options) > 1]

@@ -200,9 +200,7 @@ class LanguageModelObjective(Objective):
     def noisy_loss(self, gates: Tensor, batch: int, group: int, squared_error: float, seed: int) -> Tensor:
         """Loss on one batch with noise of a relative squared error on the weights of one group."""
         if self._disturb is None:
-            raise ValueError(
-                "This objective has no groups to whose weights noise can be added; use higgs."
-            )
+            raise ValueError("This objective has no groups to whose weights noise can be added; use higgs.")
         self._set_gates(gates)
         with self._disturb(group, squared_error, seed):
             return self._loss(gates, None, batch)
