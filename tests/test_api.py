@@ -362,7 +362,7 @@ def test_progress_calls_a_function(llama):
     searched = [event for event in events if event.stage == "search"]
     assert [event.done for event in searched] == [1, 2]
     assert all(event.total == 2 and event.record.loss >= 0 for event in searched)
-    assert any("bits from 2 to 8 can be had" in event.text for event in events)
+    assert any("bits from 2 to 8 are feasible" in event.text for event in events)
 
 
 # ------------------------------------------------------------------------- errors

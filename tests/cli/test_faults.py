@@ -172,7 +172,7 @@ def test_a_disk_that_is_full(tmp_path, command, whole, happen):
     for size, words in (
         (2 * page, "config.json: No space left"),
         (weights // 2 + 8 * page, "candidates/"),
-        (weights + checkpoint // 2 + 40 * page, "bytes free and the checkpoint takes"),
+        (weights + checkpoint // 2 + 40 * page, "bytes free, but the checkpoint takes"),
         # The weights fit; the tokenizer, which another library writes, does not.
         (weights + checkpoint + 60 * page, "model failed: No space left on device. Nothing was left there"),
     ):

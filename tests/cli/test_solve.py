@@ -99,7 +99,7 @@ def test_budget_out_of_reach_is_a_failure(run):
         ({**_PROBLEM, "values": [[1, 2], [1]]}, "rectangular"),
         ({**_PROBLEM, "values": [[1, 2], [1, 2]]}, "shape"),
         ({**_PROBLEM, "values": [["x", 2, 3], [1, 2, 3]]}, "numbers or null"),
-        ({**_PROBLEM, "blocks": 7}, "wrong kind of thing"),
+        ({**_PROBLEM, "blocks": 7}, "value of the wrong type"),
     ],
 )
 def test_wrong_input_is_a_usage_error(run, described, message):

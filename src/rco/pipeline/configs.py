@@ -329,7 +329,9 @@ class EvaluateConfig:
 
     paths: list[str] = setting(help="Runs, checkpoints, Hub ids or built-in names.")
     reference: str | None = setting(None, help="Original model, for KL and recovery.")
-    data: Data = setting("builtin", help="Text: files, names, mixtures a+b.", flag=str)
+    data: Data = setting(
+        "builtin", help="Text: names (`rco ls data`), files, or mixtures such as a+b.", flag=str
+    )
     sequences: int = setting(48, help="Evaluation sequences.", least=1)
     length: int = setting(512, help="Tokens per sequence.", least=2)
     tasks: str | None = setting(
@@ -340,7 +342,7 @@ class EvaluateConfig:
     batch_size: int = setting(4, help="Sequences at a time.", least=1)
     seed: int = setting(0, help="Seed for choosing the sequences.")
     device: str = device_setting()
-    dtype: str = setting("auto", help="auto, bfloat16 or float32.")
+    dtype: str = setting("auto", help="Type of the model: auto, bfloat16 or float32.")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -351,7 +353,7 @@ class ExportConfig:
     """Settings of an export of a finished run; the flags of ``rco export``."""
 
     run: Path = setting(help="Folder of a finished run.")
-    format: str = setting("compressed-tensors", help="See `rco ls formats`.")
+    format: str = setting("compressed-tensors", help="Checkpoint format; see `rco ls formats`.")
     out: Path | None = setting(None, help="Folder of the checkpoint; default: RUN/FORMAT.")
     overwrite: bool = setting(False, help="Replace an existing folder.")
     device: str = device_setting()
