@@ -138,11 +138,11 @@ def _total_budget(
                 f"{total - sum(least)}."
             )
         return total - pruned
-    room = budget.amount - shares.fixed
+    available = budget.amount - shares.fixed
     fewest = sum(share * count for share, count in zip(shares.per_expert, least, strict=True))
     most = sum(share * count for share, count in zip(shares.per_expert, counts, strict=True))
-    _check_room(budget, room, costs, fewest, most)
-    return min(room, Fraction(most))
+    _check_available(budget, available, costs, fewest, most)
+    return min(available, Fraction(most))
 
 
 def _uniform_budgets(
@@ -165,9 +165,9 @@ def _uniform_budgets(
             pruned = [asked // len(layers)] * len(layers)
         kept = [count - gone for count, gone in zip(counts, pruned, strict=True)]
     else:
-        room, together = budget.amount - shares.fixed, sum(shares.per_expert)
-        _check_room(budget, room, costs, max(least) * together, min(counts) * together)
-        kept = [min(floor(room / together), min(counts))] * len(layers)
+        available, together = budget.amount - shares.fixed, sum(shares.per_expert)
+        _check_available(budget, available, costs, max(least) * together, min(counts) * together)
+        kept = [min(floor(available / together), min(counts))] * len(layers)
     for layer, fewest, stays in zip(layers, least, kept, strict=True):
         if stays < fewest:
             raise InfeasibleBudgetError(
@@ -177,14 +177,14 @@ def _uniform_budgets(
     return [stays * share for stays, share in zip(kept, shares.per_expert, strict=True)]
 
 
-def _check_room(budget: Budget, room: Fraction, costs: Costs, least: int, most: int) -> None:
+def _check_available(budget: Budget, available: Fraction, costs: Costs, least: int, most: int) -> None:
     fixed, unit = costs.fixed, costs.unit
-    if room < least:
+    if available < least:
         raise InfeasibleBudgetError(
             f"{budget.argument} is too small: the model takes {fixed:,} {unit} without experts, {fixed + least:,} "
             f"with the fewest that its routers need, and {fixed + most:,} in full."
         )
-    if room >= most:
+    if available >= most:
         raise ValueError(
             f"{budget.argument} is enough for the full model ({fixed + most:,} {unit}), so nothing would be "
             "pruned; give a smaller budget."

@@ -1,6 +1,6 @@
 """One compression: groups of weights, the options of each, and the model under any choice of them.
 
-An option stores a group in a format, leaves it as it is, or removes it (an expert). Quantization, expert pruning
+An option stores a group in a format, keeps it unchanged, or removes it (an expert). Quantization, expert pruning
 and both together differ in the options alone.
 """
 
