@@ -265,7 +265,7 @@ def build_candidates(
 
 
 def _grids(plan: CompressionPlan, info: LinearInfo) -> dict[str, Format]:
-    """Formats of a linear's options by label."""
+    """Formats of a linear's packed options by label."""
     return {plan.label(option): plan.format_of(info, option) for option in plan.packed}
 
 

@@ -169,7 +169,7 @@ class CompressionPlan:
     def fetched_together(self) -> list[list[LinearInfo]]:
         """Linears whose options are needed at once: each by itself, and all experts of a layer.
 
-        Linears without packed options are left out.
+        Linears whose only option is the original weight are left out.
         """
         found: dict[str, list[LinearInfo]] = {}
         switched = set()

@@ -150,7 +150,7 @@ def switched_model(
 ) -> Iterator[SwitchedModel]:
     """Make a model switchable between the options of a plan; leaving restores it.
 
-    Groups without packed options are not touched.
+    Groups whose only option is the original weights are not touched.
 
     Args:
         loaded: The model, computing in the type to search in.
@@ -241,7 +241,7 @@ def expert_options(
 def _without_original(options: Sequence[Stored | None], wanted: np.ndarray) -> list[Stored | None]:
     """Options with a packed one in place of an original weight that is not allowed, so that it can be freed.
 
-    A packed one exists, because groups without packed options are not switchable.
+    A packed one exists, because groups whose only option is the original weights are not switchable.
     """
     packed = next(option for option in options if option is not None)
     return [

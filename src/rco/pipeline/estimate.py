@@ -131,11 +131,11 @@ def choose_residency(
         return "resident", resident
     if offload.peak <= free:
         return "offload", offload
-    advice = "" if config.checkpointing else "; `checkpointing=True` needs less"
+    advice = "" if config.checkpointing else "`checkpointing=True`, "
     raise ValueError(
         f"The search needs about {offload.peak / 2**30:.1f} GiB of GPU memory even with its candidates in host "
-        f"memory, but {free / 2**30:.1f} GiB are free{advice}, as do a shorter `length` and a smaller "
-        "`batch_size`. To try anyway, use `memory='offload'`."
+        f"memory, but {free / 2**30:.1f} GiB are free. It needs less with {advice}a shorter `length` or a "
+        "smaller `batch_size`. To try anyway, use `memory='offload'`."
     )
 
 
