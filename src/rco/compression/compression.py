@@ -557,9 +557,8 @@ class Compression:
         references = [
             self.reference(data) if kl and data is not None else None for data in (calibration, selection)
         ]
-        recordable = self.graphs and Recording.possible(
-            self.loaded.model
-        )  # before original weights are moved
+        # Checked before original weights are moved.
+        recordable = self.graphs and Recording.possible(self.loaded.model)
         with ExitStack() as stack:
             switched = stack.enter_context(self.switchable(searching=True))
             recordable = recordable and switched.recordable(self.compute_dtype)

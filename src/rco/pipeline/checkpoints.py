@@ -152,9 +152,8 @@ def check_recipe(exporter: Any, loaded: LoadedModel, plan: CompressionPlan) -> N
     Raises:
         ExportError: The tool lacks a width, or needs one for linears that are not in one group.
     """
-    if (
-        not isinstance(exporter, RecipeExporter) or plan.gguf is not None
-    ):  # the plan already follows GGUF's rules
+    # Plans for GGUF files already follow the rules of their recipe.
+    if not isinstance(exporter, RecipeExporter) or plan.gguf is not None:
         return
     linears = {info.name: info for info in model_linears(loaded.layout, loaded.model, include_head=True)}
     # Neighbouring groups at different widths, and every group at each of its own.

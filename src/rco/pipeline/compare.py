@@ -60,10 +60,7 @@ CompareConfig = CompareQuantizeConfig | ComparePruneConfig
 _PROCESS = 2**29  # bytes that Python and torch take before there is a model
 # Largest share of an allowance for the gradients of the prior.
 _PRIOR_SHARE = 0.25
-_CURVE_SHARES = (
-    1 / 16,
-    1 / 4,
-)  # of the allowance, after which the current best is evaluated; also at the end
+_CURVE_SHARES = (1 / 16, 1 / 4)  # of the allowance, after which the current best is evaluated
 _SWEEP_SHARE = 0.25  # of the allowance, for each budget of a sweep
 # For experts: shares of a long and of a short allowance for the initial sensitivities of a gradient search.
 _SENSITIVITY, _SENSITIVITY_SHORT = 0.2, 0.6

@@ -134,10 +134,7 @@ def _recovery(axes: Axes, rows: Sequence[Mapping[str, Any]], tasks: bool) -> Non
         color=[_bar_colour(row) for row in shown],
     )
     axes.bar_label(bars, [f" {row['recovery']:.1f} %, {row['seconds']:.0f} s" for row in shown], fontsize=7)
-    low, high = (
-        shown[0]["recovery"],
-        max(100.0, shown[-1]["recovery"]),
-    )  # accuracy may exceed the full model's
+    low, high = shown[0]["recovery"], max(100.0, shown[-1]["recovery"])  # recovery may exceed 100 %
     axes.set_xlim(max(0.0, low - max(0.2 * (high - low), 1.0)), high)
     axes.set_xlabel(
         "accuracy, % of the full model's" if tasks else "full model's perplexity, % of this one's"
