@@ -129,7 +129,7 @@ def test_export_refuses_what_it_cannot_stand_for(finished, tmp_path, run):
     shutil.copytree(finished, other)
     metrics = json.loads((other / "metrics.json").read_text())
     for changed, message in (
-        ({"candidates": "0" * 64}, "other candidates"),
+        ({"candidates": "0" * 64}, "no longer holds the candidates"),
         ({"model": {**metrics["model"], "fingerprint": "0" * 64}}, "weights have changed"),
     ):
         (other / "metrics.json").write_text(json.dumps({**metrics, **changed}))

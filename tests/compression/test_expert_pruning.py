@@ -181,7 +181,7 @@ def test_budgets_of_parameters_and_bytes_bound_what_is_written(name, kind, tmp_p
         assert written <= limit
     with pytest.raises(ValueError, match="enough for the full model"):
         backend.problem(Budget.parse(**{kind: full}))
-    with pytest.raises(rco.InfeasibleBudgetError, match="too little"):
+    with pytest.raises(rco.InfeasibleBudgetError, match="is too small"):
         backend.problem(Budget.parse(**{kind: weights.fixed}))
 
 
