@@ -45,8 +45,8 @@ from rco.core.search import MOST_CANDIDATES, RCO, PlainRCO
 from rco.data.calibration import build_splits
 from rco.pipeline.configs import TAU, Compute, QuantizeConfig
 from rco.pipeline.estimate import forward_seconds
+from rco.pipeline.evaluate_allocations import AllocationEvaluator
 from rco.pipeline.jobs import run_jobs
-from rco.pipeline.judge import Judge
 from rco.pipeline.planning import plan_compression, plan_groups
 from rco.pipeline.progress import Progress, Silent, make_progress
 from rco.runs import RunDirectory, environment
@@ -482,7 +482,7 @@ class _Bench:
         self.backend.candidates(self.data.search)
         tied = plan_groups(dataclasses.replace(quantize, tie=_ties(self.backend)), planned.loaded)
         self._grouped = self.backend.regrouped(tied)
-        self._judge = Judge(self.backend, self.data.evaluation)
+        self._evaluator = AllocationEvaluator(self.backend, self.data.evaluation)
         self._known: dict[bytes, dict[str, Any]] = {}
 
     # ---------------------------------------------------------- sensitivities
@@ -525,7 +525,9 @@ class _Bench:
         selection = self.data.selection.select(slice(0, 1)) if printed else self.data.selection
         backend.use_differences(None if printed else self._differences(backend, loop, run.seed))
         start = config.printed_prior if printed else "fisher"
-        beliefs: dict[str, Any] = backend.beliefs(problem, start, 1.0 if printed else config.prior_strength)
+        inputs: dict[str, Any] = backend.search_inputs(
+            problem, start, 1.0 if printed else config.prior_strength
+        )
         settings: dict[str, Any] = {
             "steps": loop.steps,
             "samples": loop.samples,
@@ -537,7 +539,7 @@ class _Bench:
         searcher = PlainRCO(**settings) if printed else RCO(**settings, refine=config.refine)
         last: dict[str, Any] = {}
         with backend.objective(data, selection) as objective:
-            result = searcher.search(problem, objective, on_checkpoint=last.update, **beliefs)
+            result = searcher.search(problem, objective, on_checkpoint=last.update, **inputs)
         choices = np.asarray(result.allocation)
         found = {"search": choices}
         if printed:
@@ -576,7 +578,7 @@ class _Bench:
         key = single.tobytes()
         if key not in self._known:
             problem = self._problem(self.backend)
-            judged = self._judge.row("", problem.allocation(single), problem)
+            judged = self._evaluator.row("", problem.allocation(single), problem)
             if not judged["within_budget"]:
                 raise RuntimeError("Internal error: a search left its budget; please report this.")
             self._known[key] = {

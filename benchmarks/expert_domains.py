@@ -86,7 +86,7 @@ class Settings:
 
 def run_part(settings, model, experts, calibration, allocation, seed):
     """Search and judge; one line of the file of parts. The full model is a part without a budget."""
-    from rco.pipeline.judge import Judge
+    from rco.pipeline.evaluate_allocations import AllocationEvaluator
     from rco.pipeline.planning import build_data, plan_compression
     from rco.pipeline.searchers import configured_searcher
 
@@ -102,7 +102,7 @@ def run_part(settings, model, experts, calibration, allocation, seed):
         searcher = configured_searcher(config)
         with backend.objective(data.search, data.selection) as objective:
             result = searcher.search(
-                problem, objective, **backend.beliefs(problem, config.start, config.strength)
+                problem, objective, **backend.search_inputs(problem, config.start, config.strength)
             )
         chosen = result.allocation
         assert problem.is_feasible(chosen)
@@ -112,7 +112,7 @@ def run_part(settings, model, experts, calibration, allocation, seed):
             "tokens": (result.forwards + 2 * result.backwards) * settings.length,
             "seconds": time.perf_counter() - began,
         }
-    measured = Judge(backend, data.evaluation).row("", chosen, problem)["by_domain"]
+    measured = AllocationEvaluator(backend, data.evaluation).row("", chosen, problem)["by_domain"]
     entry |= by_kind({Path(name).name.split(".")[0]: values for name, values in measured.items()})
     if settings.tasks:
         entry["tasks"] = accuracies(settings, planned, chosen, seed)

@@ -40,7 +40,7 @@ def main():
     from rco.core.knapsack import solve_mckp
     from rco.core.moves import spend
     from rco.pipeline.configs import QuantizeConfig
-    from rco.pipeline.judge import Judge
+    from rco.pipeline.evaluate_allocations import AllocationEvaluator
     from rco.pipeline.planning import build_data, plan_compression
     from rco.runs import environment, write_json_atomic
 
@@ -61,7 +61,7 @@ def main():
     backend.candidates(data.search)
     differences = backend.differences(data.search, seed=arguments.seed)
     relative = backend.relative_errors()
-    judge = Judge(backend, data.evaluation)
+    judge = AllocationEvaluator(backend, data.evaluation)
     knapsacks = []
     for amount in bits:
         problem = backend.problem(Budget.parse(bits=amount))

@@ -89,7 +89,7 @@ class Settings:
 @functools.lru_cache(maxsize=1)
 def bench_of(settings):
     """Backend, text and judge of a process."""
-    from rco.pipeline.judge import Judge
+    from rco.pipeline.evaluate_allocations import AllocationEvaluator
     from rco.pipeline.planning import build_data, plan_compression
 
     config = settings.config()
@@ -97,7 +97,7 @@ def bench_of(settings):
     planned.compression.keep_references = True
     data = build_data(config, planned.loaded.tokenizer)
     planned.compression.candidates(data.search)
-    return planned.compression, data, Judge(planned.compression, data.evaluation)
+    return planned.compression, data, AllocationEvaluator(planned.compression, data.evaluation)
 
 
 def prepare(settings):
@@ -116,7 +116,7 @@ def prior_of(settings, backend, data, problem, seed):
         part = data.select(slice(0, settings.sensitivity))
         write_tensors_atomic(path, {"d": backend.differences(part, seed=seed)}, shared=True)
     backend.use_differences(load_file(path)["d"])
-    return backend.beliefs(problem, "fisher", settings.config().strength)["prior"]
+    return backend.search_inputs(problem, "fisher", settings.config().strength)["prior"]
 
 
 def searcher_of(settings, method, own, seed):

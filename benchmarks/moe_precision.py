@@ -167,7 +167,7 @@ def run_part(settings, model, bits, seed, method):
     """Search and judge; one line of the file of parts."""
     import numpy as np
 
-    from rco.pipeline.judge import Judge
+    from rco.pipeline.evaluate_allocations import AllocationEvaluator
     from rco.pipeline.searchers import configured_searcher
 
     began = time.perf_counter()
@@ -184,20 +184,20 @@ def run_part(settings, model, bits, seed, method):
             np.array([widths.index(width if width in g.widths else g.widths[0]) for g in backend.plan.groups])
         )
     else:
-        beliefs, table = {}, None
+        inputs, table = {}, None
         if method.startswith("mxmoe"):
             table = backend.layer_errors(data.search.select(slice(0, settings.sensitivity)))
         else:
             backend.use_differences(*_sensitivities(settings, model, seed, backend, data.search))
-            beliefs = backend.beliefs(problem, "fisher", config.strength)
+            inputs = backend.search_inputs(problem, "fisher", config.strength)
         searcher = configured_searcher(config)
         with backend.objective(data.search, data.selection) as objective:
             tables = {} if table is None else {"layer_errors": table}
-            result = searcher.search(problem, objective.with_tables(**tables), **beliefs)
+            result = searcher.search(problem, objective.with_tables(**tables), **inputs)
         allocation, chosen_from, candidates = result.allocation, result.chosen_from, result.candidates
         forwards, backwards = result.forwards, result.backwards
     searched = time.perf_counter() - began
-    row = Judge(backend, data.evaluation).row(method, allocation, problem)
+    row = AllocationEvaluator(backend, data.evaluation).row(method, allocation, problem)
     size = backend.costs("size")
     choices = np.asarray(allocation)
     widths = np.array(backend.plan.widths)[choices]

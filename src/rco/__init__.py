@@ -6,7 +6,7 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what editors and type checkers see; at run time names load on first use
+if TYPE_CHECKING:  # for editors and type checkers; at run time names load on first use
     from rco.api import evaluate as evaluate
     from rco.api import prune as prune
     from rco.api import quantize as quantize
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time names load 
     from rco.core.searcher import Searcher as Searcher
     from rco.models.loading import load as load
 
-# Names load on first use, so that `import rco` is quick and touches no device.
+# Names load on first use, so that `import rco` is quick and uses no device.
 _EXPORTS = {
     "Allocation": "rco.core.problem",
     "AllocationProblem": "rco.core.problem",

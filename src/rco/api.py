@@ -1,7 +1,7 @@
 """Compression of language models from Python: ``rco.quantize``, ``rco.prune``, ``rco.evaluate``.
 
-The arguments are the settings of :mod:`rco.pipeline.configs`, from which the command line's flags are made too, so
-that both have the same names, defaults and meaning.
+The arguments are the settings of :mod:`rco.pipeline.configs`, from which the command line's flags are made as well:
+names, defaults and meaning are the same.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ Shown = bool | Callable[[ProgressEvent], object] | Progress
 F = TypeVar("F", bound=Callable[..., Any])
 
 _EXTRA = {
-    "tokenizer": "The tokenizer of a loaded model; a name brings its own.",
+    "tokenizer": "The tokenizer of a loaded model; not for a model given by name.",
     "progress": "True: bars on a terminal, lines elsewhere. False: nothing. Or a function that is called with a "
     "ProgressEvent; an exception that it raises ends the call.",
-    "inplace": "Let the model that was passed become the compressed one, instead of making a copy.",
+    "inplace": "Turn the given model into the compressed one, instead of making a copy.",
 }
 
 
@@ -147,10 +147,10 @@ def quantize(
     progress: Shown = True,
     inplace: bool = False,
 ) -> CompressedModel:
-    """Quantize a language model to an exact budget, every layer at the width it needs.
+    """Quantize a language model to an exact budget, with a width chosen for every layer.
 
     Give one budget: ``bits``, ``bpw``, ``size`` or ``active_bits``. Nothing is written unless ``out`` or ``store``
-    is given. A model that is passed in is the same afterwards, unless ``inplace``.
+    is given. A given model is not modified, unless ``inplace``.
 
         result = rco.quantize("Qwen/Qwen3-8B", bits=2.5)
         result = rco.quantize(model, tokenizer, size="3.1GB", data=texts)
@@ -158,16 +158,15 @@ def quantize(
         result.save("checkpoint")
 
     ``data`` and ``eval_data`` are names (`rco ls data`), files, or lists of strings and of conversations, which are
-    lists of ``{"role", "content"}`` messages. Of a file or list one part in five is held back for evaluation.
+    lists of ``{"role", "content"}`` messages. One document in five of a file or list is held back for evaluation.
 
     Returns:
-        The compressed model with its allocation and measurements. On the ranks of torchrun that only help the
-        first one: None.
+        The compressed model with its allocation and measurements; None on ranks of torchrun other than 0.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The budget is out of reach, the data too short, the model not one that can be compressed, ...;
-            the message says what was got, what is allowed and what to do.
+        ValueError: The budget is infeasible, the data are too short, the model cannot be compressed, ...; the
+            message says what was given, what is allowed and what to do.
     """
     return _compress(QuantizeConfig, **locals())
 
@@ -221,7 +220,7 @@ def prune(
     progress: Shown = True,
     inplace: bool = False,
 ) -> CompressedModel:
-    """Prune the experts of a mixture-of-experts model that matter least, exactly as many as asked.
+    """Prune the least important experts of a mixture-of-experts model to an exact budget.
 
     Give one budget: ``experts``, ``parameters`` or ``size``. All else is as for :func:`quantize`.
 
@@ -229,12 +228,11 @@ def prune(
         result.model.generate(...)
 
     Returns:
-        The pruned model with its allocation and measurements. On the ranks of torchrun that only help the first
-        one: None.
+        The pruned model with its allocation and measurements; None on ranks of torchrun other than 0.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The budget is out of reach, the data too short, the model without experts, ...
+        ValueError: The budget is infeasible, the data are too short, the model has no experts, ...
     """
     return _compress(PruneConfig, **locals())
 
@@ -261,12 +259,12 @@ def evaluate(
         row = rco.evaluate(result, reference="tiny-llama")
         rows = rco.evaluate(["tiny-llama", "runs/a", "runs/b"], reference="tiny-llama")
 
-    A model is a name, a folder (of a run, too), a loaded model with ``tokenizer``, or a :class:`CompressedModel`.
-    Of files and lists of text the held-back part is used, one document in five.
+    A model is a name, a folder (also of a run), a loaded model with ``tokenizer``, or a :class:`CompressedModel`.
+    Of files and lists of text, the held-back part is used: one document in five.
 
     Returns:
-        Of one model a dictionary: ``perplexity``, ``bytes`` where it has files, ``kl`` with a reference, ``tasks``.
-        Of a list of models a list of such dictionaries, in its order.
+        For one model a dictionary: ``perplexity``, ``bytes`` if it has files, ``kl`` with a reference, ``tasks``.
+        For a list of models a list of such dictionaries, in the same order.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -306,25 +304,27 @@ def compress(
     progress: Shown = True,
     inplace: bool = False,
 ) -> CompressedModel | None:
-    """Compress a model as the settings say; :func:`quantize` and :func:`prune` are two ways to call this.
+    """Compress a model; :func:`quantize` and :func:`prune` call this.
 
     Args:
         config: All settings; the kind of compression is that of their class.
-        given: A model in memory, in place of the one that ``config`` names; it stays as it is unless ``inplace``.
+        given: A model in memory, instead of the one named in ``config``; not modified unless ``inplace``.
         progress: As for :func:`quantize`.
-        inplace: Let the given model become the compressed one.
+        inplace: Turn the given model into the compressed one.
 
     Returns:
-        The compressed model; None on a rank of torchrun that only helps rank 0.
+        The compressed model; None on ranks of torchrun other than 0.
     """
     if inplace and given is None:
-        raise ValueError("`inplace=True` needs a loaded model; of a name there is nothing to replace.")
+        raise ValueError(
+            "`inplace=True` needs a loaded model, not a name; pass a model, or leave out `inplace`."
+        )
     if config.resume and config.out is None:
-        raise ValueError("`resume=True` continues the run in a folder: say which with `out`.")
+        raise ValueError("`resume=True` continues the run in a folder: pass the folder as `out`.")
     with ExitStack() as stack:
         told = stack.enter_context(follow(progress))
         folder = config.out
-        if folder is None:  # gone at the end, whatever happens
+        if folder is None:  # removed at the end, even after an error
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rco-"))) / "run"
         if given is not None:
             stack.enter_context(_frozen(given.model))
@@ -345,7 +345,7 @@ def _compress(
     inplace: bool,
     **settings: Any,
 ) -> CompressedModel:
-    """Settings as they are passed from Python, made into those of a job, and the job."""
+    """Convert arguments from Python to the settings of a job, and run it."""
     given: LoadedModel | None = None
     with ExitStack() as stack:
         if isinstance(model, nn.Module):
@@ -355,7 +355,7 @@ def _compress(
             name, settings["device"] = given.name, str(given.device)
         elif isinstance(model, str | Path):
             if tokenizer is not None:
-                raise TypeError("`tokenizer` goes with a loaded model; a model that is named brings its own.")
+                raise TypeError("`tokenizer` is for a loaded model; leave it out for a model given by name.")
             name = str(model)
         else:
             raise TypeError(
@@ -364,7 +364,7 @@ def _compress(
         fields = {field.name for field in dataclasses.fields(kind)}
         assert settings.keys() <= fields, sorted(settings.keys() - fields)
         config = kind(model=name, **{key: _plain(key, value) for key, value in settings.items()})
-        # None is for ranks of torchrun that only help; their scripts look for it.
+        # None is returned on ranks of torchrun other than 0; scripts check for it.
         return cast(CompressedModel, compress(config, given, progress=progress, inplace=inplace))
 
 
@@ -372,7 +372,7 @@ def _compress(
 
 
 def _wrapped(model: nn.Module, tokenizer: Any, settings: dict[str, Any]) -> LoadedModel:
-    """A model that was passed in, checked; its device and type are its own."""
+    """Check and wrap a given model, with its own device and type."""
     if not hasattr(model, "config"):
         raise ModelError(
             f"{type(model).__name__} is not a Hugging Face language model: it has no config. Pass one that "
@@ -394,13 +394,13 @@ def _wrapped(model: nn.Module, tokenizer: Any, settings: dict[str, Any]) -> Load
     wanted = settings.get("device")
     if wanted not in (None, "auto") and torch.device(wanted).type != given.device.type:
         raise ModelError(
-            f"The model is on {given.device} and `device` is {wanted}: move it first with model.to({wanted!r}), or "
-            "leave `device` out."
+            f"The model is on {given.device}, but `device` is {wanted}: move it first with model.to({wanted!r}), "
+            "or leave `device` out."
         )
     kept = str(given.dtype).removeprefix("torch.")
     if settings.get("dtype") not in ("auto", kept):
         raise ModelError(
-            f"The model is in {kept} and `dtype` is {settings['dtype']}: load it in that type, or leave out "
+            f"The model is in {kept}, but `dtype` is {settings['dtype']}: load it in that type, or leave out "
             "`dtype`."
         )
     if settings.get("device_map", "none") != "none":
@@ -415,7 +415,7 @@ def _name_of(model: nn.Module) -> str:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter asks for gradients inside; afterwards those do that did."""
+    """Disable gradients of all parameters inside; restore them afterwards."""
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         model.requires_grad_(False)
@@ -428,7 +428,7 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 def _label(
     model: Model | CompressedModel, tokenizer: Any, given: dict[str, LoadedModel], stack: ExitStack
 ) -> str:
-    """What a table calls a model; one in memory is put into ``given`` under that name."""
+    """Name of a model in tables; a model in memory is added to ``given`` under that name."""
     if isinstance(model, str | Path):
         return str(model)
     if isinstance(model, CompressedModel):
@@ -457,7 +457,7 @@ def _label(
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A setting as its field has it: budgets as text, lists as the command line writes them, paths as paths."""
+    """A setting in the form of its field: budgets as text, lists as on the command line, paths as paths."""
     if name in ("bits", "bpw", "size", "active_bits", "experts", "parameters"):
         return _amount(name, value)
     if name in ("data", "eval_data") and value is not None:
@@ -474,7 +474,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _amount(name: str, value: Any) -> str | None:
-    """A budget as people write it, so that 2.3 means 23/10."""
+    """A budget as text, so that 2.3 means 23/10."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, Real | Decimal):
@@ -486,7 +486,7 @@ def _amount(name: str, value: Any) -> str | None:
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"`{name}` must be a finite number, got {value}.")
-    # A size in bytes is whole, however it was computed.
+    # A size in bytes is a whole number, even if computed as a float.
     return str(int(number)) if number == int(number) and name in ("size", "parameters") else repr(number)
 
 

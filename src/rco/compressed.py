@@ -33,7 +33,7 @@ _DOCUMENTS = ("config.json", "environment.json", "problem.json", "allocation.jso
 
 
 class ModelAllocation(Mapping[str, int]):
-    """What each part of a model was given: linear -> bits, or expert -> 1 (kept) or 0 (pruned).
+    """Allocation of a model by name: bits of a linear, or 1 (kept) or 0 (pruned) of an expert.
 
     Prints as a heat map: kinds of linears by blocks, or experts by layers.
 
@@ -72,17 +72,17 @@ class ModelAllocation(Mapping[str, int]):
 
 
 class CompressedModel:
-    """A compressed model: what :func:`rco.quantize` and :func:`rco.prune` return.
+    """A compressed model, returned by :func:`rco.quantize` and :func:`rco.prune`.
 
     Attributes:
         tokenizer: The model's tokenizer.
-        allocation: What each linear or expert was given; prints as a heat map.
-        metrics: Everything that was measured, ready for JSON: ``budget``, ``evaluation`` (KL and perplexity beside
+        allocation: Option of each linear or expert; prints as a heat map.
+        metrics: All measurements, ready for JSON: ``budget``, ``evaluation`` (KL and perplexity beside
             the full model and simple allocations), ``timings``, and after :meth:`save` ``export`` and
             ``certificate``.
-        search: The search's own result: loss, cost, candidates.
-        folder: The run's folder; None if nothing was to be written.
-        checkpoint: The checkpoint in the run's folder, if one was to be written.
+        search: Result of the search: loss, cost, candidates.
+        folder: The run's folder; None if nothing is written.
+        checkpoint: The checkpoint in the run's folder, if one was written.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class CompressedModel:
         }
         self.tokenizer: Any = outcome.planned.loaded.tokenizer
         self._weights: dict[str, Stored] = {}
-        self._source: LoadedModel | None = None  # made when it is first asked for
+        self._source: LoadedModel | None = None  # made on first use
         self._decoded = False
-        if config.out is None:  # the candidates are about to go
+        if config.out is None:  # the candidates are about to be removed
             self._pruned()
         if owner is not None:
             source = self._pruned()
-            if not inplace:  # the model that was passed in stays as it is, whatever happens to this one
+            if not inplace:  # later changes to this model do not affect the given one
                 source = dataclasses.replace(source, model=copy.deepcopy(source.model))
             self._source = source
             self._deployed()
@@ -124,7 +124,7 @@ class CompressedModel:
 
     @property
     def model(self) -> Any:
-        """The compressed model, with the values that its saved checkpoint loads as; it generates text."""
+        """The compressed model, with the weights of its saved checkpoint; it generates text."""
         return self._deployed().model
 
     def _deployed(self) -> LoadedModel:
@@ -136,7 +136,7 @@ class CompressedModel:
         return source
 
     def _pruned(self) -> LoadedModel:
-        """The model without its pruned experts, whether or not its weights are decoded yet."""
+        """The model without its pruned experts; its weights may not be decoded yet."""
         if self._source is None:
             compression = self._planned.compression
             self._source, weights = compression.deployed(self.search.allocation)
@@ -148,15 +148,15 @@ class CompressedModel:
         """Write a checkpoint that engines load, with the tokenizer; its size is counted again from its files.
 
         Args:
-            path: The folder; it appears whole or not at all.
-            format: One of `rco ls formats`; default: what the compression was asked for, or what `serve` reads.
+            path: The folder, written atomically.
+            format: One of `rco ls formats`; default: the `format` of the compression, or that of `serve`.
             overwrite: Replace a folder that is not empty.
 
         Returns:
             The folder.
 
         Raises:
-            ValueError: There is no such format, it cannot hold this model, or the folder cannot be written.
+            ValueError: The format is unknown or cannot hold this model, or the folder cannot be written.
         """
         out, form = Path(path).expanduser(), format or self._default_format()
         make_exporter(form, self._planned.compression.kind)
@@ -181,7 +181,7 @@ class CompressedModel:
         return config.format if config.format not in (None, "none") else find_engine(config.serve).format
 
     def report(self, path: str | Path) -> Path:
-        """Write one HTML page about the result: what was chosen, what it costs, how the search went.
+        """Write an HTML page about the result: allocation, costs and search.
 
         Returns:
             The file.
@@ -208,12 +208,12 @@ class CompressedModel:
         """Upload the checkpoint to the Hugging Face Hub, as ``push_to_hub`` of transformers does.
 
         Args:
-            repo_id: ``user/name``; made if it is not there.
+            repo_id: ``user/name``; created if missing.
             format: As for :meth:`save`.
-            commit_message: What the commit says.
+            commit_message: Message of the commit.
             private: Whether a new repository is private; None: the account's default.
             token: A token; None: the one of `hf auth login`.
-            revision: Branch to commit to; made if it is not there.
+            revision: Branch to commit to; created if missing.
             create_pr: Open a pull request instead of committing.
 
         Returns:
@@ -250,6 +250,6 @@ class CompressedModel:
 
 
 def _become(model: nn.Module, other: nn.Module) -> None:
-    """Make a module the other one, with all that belongs to it: whoever holds it holds the other from now on."""
+    """Turn a module into another one, for all references to it: class and attributes are replaced."""
     model.__class__ = other.__class__
     object.__setattr__(model, "__dict__", other.__dict__)

@@ -93,7 +93,7 @@ PLACES = {
 MORE_PLACES = {
     "sensitivities": ("rco.pipeline.compress:write_tensors_atomic", 1),
     "search, before its result": ("rco.runs:RunDirectory.write_result", 1),
-    "evaluation": ("rco.pipeline.judge:Judge.row", 3),
+    "evaluation": ("rco.pipeline.evaluate_allocations:AllocationEvaluator.row", 3),
     "export, before its name": ("rco.export.exporter:_put_in_place", 1),
     "report": ("rco.pipeline.compress:build_report", 1),
 }
@@ -172,7 +172,7 @@ def test_a_disk_that_is_full(tmp_path, command, whole, happen):
     for size, words in (
         (2 * page, "config.json: No space left"),
         (weights // 2 + 8 * page, "candidates/"),
-        (weights + checkpoint // 2 + 40 * page, "bytes free and the checkpoint takes"),
+        (weights + checkpoint // 2 + 40 * page, "bytes free, but the checkpoint takes"),
         # The weights fit; the tokenizer, which another library writes, does not.
         (weights + checkpoint + 60 * page, "model failed: No space left on device. Nothing was left there"),
     ):

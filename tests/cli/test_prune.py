@@ -154,7 +154,7 @@ def test_a_mask_of_another_model_is_an_error(run, tmp_path, random_moe, texts):
     (out / "allocation.json").write_text(json.dumps(told))
     code, _, error = run(*arguments, "--resume")
     assert code == 1
-    assert "made for another model" in error
+    assert "belongs to another model" in error
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(run, tmp_path, random_moe):

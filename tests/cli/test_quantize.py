@@ -129,7 +129,7 @@ def test_export_refuses_what_it_cannot_stand_for(finished, tmp_path, run):
     shutil.copytree(finished, other)
     metrics = json.loads((other / "metrics.json").read_text())
     for changed, message in (
-        ({"candidates": "0" * 64}, "other candidates"),
+        ({"candidates": "0" * 64}, "no longer holds the candidates"),
         ({"model": {**metrics["model"], "fingerprint": "0" * 64}}, "weights have changed"),
     ):
         (other / "metrics.json").write_text(json.dumps({**metrics, **changed}))
@@ -203,7 +203,7 @@ def test_progress_shows_where_the_search_stands(run, tmp_path, random_llama, tex
     assert code == 0
     # The device and the range come first, before any work.
     assert err.splitlines()[0] == "device: cpu (--device auto)"
-    assert err.splitlines()[1].startswith("3 bits asked; bits from 2 to 8 can be had; memory about ")
+    assert err.splitlines()[1].startswith("requested 3 bits; bits from 2 to 8 are feasible; memory about ")
     lines = [line for line in err.splitlines() if line.startswith("search: ")]
     step = r"search: \d/3, loss [\d.e-]+, 3\.0000 bits, entropy [\d.]+, \d+ decided, tau [\d.]+"
     assert len(lines) == 3

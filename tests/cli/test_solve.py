@@ -76,7 +76,7 @@ def test_null_forbids_and_nothing_affordable_is_a_failure(run):
     described = {**_PROBLEM, "values": [[None, None, 4], [None, 3, 4]]}
     result = run(described, "--json")
     assert result.exit_code == 1
-    assert "no affordable choice" in result.stderr
+    assert "no choice of allowed options is within the budget" in result.stderr
     found = json.loads(result.stdout)
     assert found["status"] == "infeasible"
     assert found["allocation"] is found["value"] is found["cost"] is None
@@ -99,7 +99,7 @@ def test_budget_out_of_reach_is_a_failure(run):
         ({**_PROBLEM, "values": [[1, 2], [1]]}, "rectangular"),
         ({**_PROBLEM, "values": [[1, 2], [1, 2]]}, "shape"),
         ({**_PROBLEM, "values": [["x", 2, 3], [1, 2, 3]]}, "numbers or null"),
-        ({**_PROBLEM, "blocks": 7}, "wrong kind of thing"),
+        ({**_PROBLEM, "blocks": 7}, "value of the wrong type"),
     ],
 )
 def test_wrong_input_is_a_usage_error(run, described, message):

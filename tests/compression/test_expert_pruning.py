@@ -179,9 +179,9 @@ def test_budgets_of_parameters_and_bytes_bound_what_is_written(name, kind, tmp_p
     if kind == "size":
         written = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
         assert written <= limit
-    with pytest.raises(ValueError, match="holds the full model"):
+    with pytest.raises(ValueError, match="enough for the full model"):
         backend.problem(Budget.parse(**{kind: full}))
-    with pytest.raises(rco.InfeasibleBudgetError, match="too little"):
+    with pytest.raises(rco.InfeasibleBudgetError, match="is too small"):
         backend.problem(Budget.parse(**{kind: weights.fixed}))
 
 
@@ -273,7 +273,7 @@ def test_search_beats_every_plain_choice_on_its_selection_split(loaded):
     problem = backend.problem(experts("5"))
     with backend.objective(tokens(8), tokens(4, seed=1)) as objective:
         result = RCO(steps=12, samples=4, lr=0.3, refine=10).search(
-            problem, objective, **backend.beliefs(problem, "fisher", 1.0)
+            problem, objective, **backend.search_inputs(problem, "fisher", 1.0)
         )
         rules = [
             cls().search(problem, objective, prior=score_table(backend.scores[score])).loss

@@ -67,7 +67,7 @@ def test_marlin_takes_four_and_eight_bits(llama):
     [
         ({"serve": "ollama"}, "Unknown engine"),
         ({"locks": ["q_proj"]}, "REGEX=WIDTH"),
-        ({"locks": ["q_proj=9"]}, "on offer"),
+        ({"locks": ["q_proj=9"]}, "possible are"),
         ({"locks": ["nothing_here=4"]}, "matches no linear"),
         ({"skips": ["("]}, "regular expression"),
         ({"skips": ["proj"]}, "nothing is left"),

@@ -281,9 +281,9 @@ def test_foreign_weights_are_refused(rtn, tmp_path):
     name = "model.layers.0.mlp.down_proj"
     with pytest.raises(ExportError, match="another model"):
         EXPORTER.export(loaded, {name: rtn(torch.randn(8, 16), 4, 8, True)}, tmp_path / "out")
-    with pytest.raises(ExportError, match="other values than the search saw"):
+    with pytest.raises(ExportError, match="other values than in the search"):
         EXPORTER.export(loaded, {name: rtn(torch.randn(32, 48), 4, 8, True)}, tmp_path / "out")
-    with pytest.raises(ExportError, match=r"load it in the type"):
+    with pytest.raises(ExportError, match=r"load it in that type"):
         EXPORTER.export(loaded, {}, tmp_path / "out", dtype=torch.float16)
     assert not list(tmp_path.iterdir())
 
@@ -382,7 +382,7 @@ def test_damage_is_noticed(tmp_path):
         write_checkpoint(tmp_path, specs, lambda name: torch.zeros(3))
     write_checkpoint(tmp_path, specs, values.__getitem__)
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(ExportError, match="its header promises"):
+    with pytest.raises(ExportError, match="bytes instead of .* as in its header"):
         verify_checkpoint(tmp_path, specs)
 
 

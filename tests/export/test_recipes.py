@@ -90,7 +90,7 @@ def test_recipe_folder_is_whole_and_is_not_overwritten_unasked(name, llama, rtn,
 @pytest.mark.parametrize("name", [*RECIPES, "llama.cpp"])
 def test_recipe_refuses_nothing_to_do_and_unknown_linears(name, llama, rtn, tmp_path):
     exporter = registry.load(registry.EXPORTERS, name, "format")()
-    with pytest.raises(ExportError, match="left alone"):
+    with pytest.raises(ExportError, match="No linear is quantized"):
         exporter.export(llama, {}, tmp_path / "out")
     with pytest.raises(ExportError, match="no linear 'nowhere'"):
         exporter.export(llama, {"nowhere": rtn(torch.ones(4, 64), 4, 32, True)}, tmp_path / "out")

@@ -177,7 +177,7 @@ def test_a_search_runs_over_the_documents_format(ternary, tmp_path):
     compression.use_differences(compression.differences(data))
     with compression.objective(data, data) as objective:
         result = RCO(steps=4, samples=2, refine=2).search(
-            problem, objective, **compression.beliefs(problem, "fisher", 3.0)
+            problem, objective, **compression.search_inputs(problem, "fisher", 3.0)
         )
     taken = {plan.options[choice].family for choice in result.allocation}
     assert taken == {"ternary", "integer"}

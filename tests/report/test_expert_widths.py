@@ -60,7 +60,7 @@ def test_every_expert_is_drawn_with_its_width_and_frequency():
         assert strip.title in page
     words = words_of(make_run())
     assert "12 in all" in words
-    assert "1 expert of 6 saw fewer" in words
+    assert "1 expert of 6 had fewer" in words
     plain = words_of(make_run(minimum_tokens=None))
     assert "without calibration tokens" in plain
     assert "was fitted" not in plain
@@ -77,15 +77,15 @@ def test_tokens_that_experts_were_fitted_to_are_said():
 
     # The text may be shorter than what was asked for.
     topped = note(fewest_tokens=40, unvisited=1)
-    assert "fitted to 40 calibration tokens or more; 1 expert of 6 saw fewer" in topped
-    assert "1 of them none, and got the tokens" in topped
+    assert "fitted to 40 calibration tokens or more; 1 expert of 6 had fewer" in topped
+    assert "1 of them none, and were also fitted to the tokens" in topped
     assert "fitted to 70 calibration tokens or more that are routed to it." in note(
         topped_up=0, fewest_tokens=70
     )
     # Without topping up, an expert that no token visits has nothing to be fitted to.
     plain = note(minimum_tokens=0, topped_up=0, added_tokens=0, fewest_tokens=0, unvisited=2)
     assert "No calibration token is routed to 2 experts of 6" in plain
-    assert "rounded as they are" in plain
+    assert "rounded to nearest" in plain
 
 
 @pytest.mark.parametrize("minimum", [0, 8])

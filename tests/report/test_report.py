@@ -173,7 +173,7 @@ def test_a_missing_section_is_left_out(make_quantized, missing, gone):
 def test_a_run_with_nothing_but_a_name():
     page = check_page(render_report([RunData(name="empty")]))
     assert page.sections == []
-    assert "has not ended" in page.words
+    assert "has not finished" in page.words
     assert not re.search(r"\d", page.words.replace(rco.__version__, ""))  # no number from nowhere
 
 
@@ -415,7 +415,7 @@ def test_build_report_writes_one_whole_file(tmp_path, make_quantized):
 def test_an_unfinished_run(tmp_path, make_quantized):
     run = dataclasses.replace(make_quantized(blocks=1), metrics={})
     page = check_page(render_report([read_run(write_run(tmp_path / "run", run, finished=False))]))
-    assert "has not ended" in page.words
+    assert "has not finished" in page.words
     assert page.sections == ["search", "certificate", "reproduce"]
 
 

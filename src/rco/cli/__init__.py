@@ -23,7 +23,7 @@ def run_command(command: Any, argv: Sequence[str] | None, name: str) -> int:
     except SystemExit as request:
         return request.code if isinstance(request.code, int) else int(request.code is not None)
     except (ValueError, OSError, FloatingPointError) as error:
-        # Errors that a user can fix are one line; all others are defects and keep their traceback.
+        # Errors that a user can fix are one line; others are defects and keep their traceback.
         from rco.cli.flags import as_flags
 
         sys.stderr.write(f"Error: {as_flags(str(error))}\n")
@@ -33,7 +33,7 @@ def run_command(command: Any, argv: Sequence[str] | None, name: str) -> int:
 
 @cache
 def _command() -> Any:
-    """The verbs with their options, made once per process: a tenth of a second."""
+    """All commands with their options; made once per process, in a tenth of a second."""
     from typer.main import get_command
 
     from rco.cli.app import app

@@ -1,4 +1,4 @@
-"""The commands of ``rco``; each is in a file of its own."""
+"""The commands of ``rco``; each is in its own file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rco bench``: speed and memory measurements, each printing a table and writing JSON."""
+"""``rco bench``: speed and memory measurements, as tables and JSON."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rco.settings import DEVICE_HELP
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Speed and memory measurements.", no_args_is_help=True)
+app = typer.Typer(help="Measure speed and memory.", no_args_is_help=True)
 
 Out = Annotated[Path | None, typer.Option("--out", help="Folder for JSON, Markdown and figures.")]
-Quick = Annotated[bool, typer.Option("--quick", help="A smaller version, in seconds.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Small version that takes seconds.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -35,12 +35,12 @@ def solver(
     families: Annotated[
         list[str] | None, typer.Option("--family", help="Shapes to time, repeatable; all by default.")
     ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", help="Batches of fresh noise per shape.")] = 9,
+    repeats: Annotated[int, typer.Option("--repeats", help="Batches of new noise per shape.")] = 9,
     quick: Quick = False,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time the exact knapsack against HiGHS, interleaved, fresh noise each call.
+    """Time the exact knapsack and HiGHS alternately, with new noise in every call.
 
     rco bench solver --quick
 
@@ -58,12 +58,12 @@ Shape = Annotated[
     str, typer.Option("--shape", help="qwen3-8b, llama3-8b, qwen3-30b-a3b, olmoe, quick or quick-moe.")
 ]
 Device = Annotated[str, typer.Option("--device", help=DEVICE_HELP)]
-Length = Annotated[int, typer.Option("--length", min=2, help="Tokens of the sequence that a sample sees.")]
+Length = Annotated[int, typer.Option("--length", min=2, help="Tokens per sample.")]
 JobOption = Annotated[
     Literal["auto", "quantize", "prune"],
-    typer.Option("--job", help="What is searched for; auto prunes experts and quantizes all else."),
+    typer.Option("--job", help="Kind of search; auto: prune if the shape has experts, else quantize."),
 ]
-Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Fewer blocks than the shape has.")]
+Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Blocks; default: all of the shape.")]
 
 
 def _title(shape: str, job: str) -> str:
@@ -78,13 +78,13 @@ def step(
     length: Length = 2048,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Gumbel samples per step.")] = 16,
     steps: Annotated[int, typer.Option("--steps", min=0, help="Whole steps to time; 0: none.")] = 3,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Repeats of floor and sample.")] = 10,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Repeats of each measurement.")] = 10,
     layers: Layers = None,
     quick: Quick = False,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time a sample of the search beside a plain forward and backward pass, and each part of it.
+    """Time a sample of the search and its parts, compared with a plain forward and backward pass.
 
     rco bench step --quick
 
@@ -126,7 +126,7 @@ def memory(
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a sample's peak memory beside what was expected, candidates on the GPU or in host memory.
+    """Compare the peak memory of a sample with the estimate, candidates on the GPU or in host memory.
 
     rco bench memory --quick
 

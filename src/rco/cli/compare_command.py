@@ -1,4 +1,4 @@
-"""``rco compare``: methods side by side at equal tokens, one table and one plot."""
+"""``rco compare``: methods side by side at equal tokens, with a table and plots."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["app"]
 
 app = typer.Typer(
     name="compare",
-    help="Methods side by side on one problem: the same tokens, the same evaluation, several seeds.",
+    help="Compare methods on one problem: the same tokens and evaluation, several seeds.",
     no_args_is_help=True,
 )
 
 
 def _prune(config: ComparePruneConfig, switches: Switches) -> None:
-    """Compare ways of choosing experts: searches at equal tokens, and the plain scores.
+    """Compare methods for choosing experts: searches at equal tokens, and plain scores.
 
     rco compare prune tiny-moe --experts 0.25
 
@@ -34,7 +34,7 @@ def _prune(config: ComparePruneConfig, switches: Switches) -> None:
 
 
 def _quantize(config: CompareQuantizeConfig, switches: Switches) -> None:
-    """Compare ways of choosing widths: the same candidates, tokens and evaluation, several seeds.
+    """Compare methods for choosing widths: the same candidates, tokens and evaluation, several seeds.
 
     rco compare quantize tiny-llama --bits 2.5 --seeds 1
 
@@ -60,7 +60,7 @@ def _compare(config: CompareQuantizeConfig | ComparePruneConfig, switches: Switc
 
 
 def _show(outcome: Comparison, as_json: bool) -> None:
-    """The table on stdout, and where the files are."""
+    """Print the table and the paths of the files."""
     if as_json:
         files = {"folder": str(outcome.folder), "plots": [str(path) for path in outcome.plots]}
         typer.echo(json.dumps({**files, "rows": outcome.rows, "failed": outcome.failed}))
@@ -78,7 +78,7 @@ def _show(outcome: Comparison, as_json: bool) -> None:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name, _ in columns:
         named = name in ("budget", "method")
-        # Names are for copying, so they are never cut; the figures' headings break over lines instead.
+        # Names are never cut, so that they can be copied; headings of numbers wrap instead.
         table.add_column(name, justify="left" if named else "right", no_wrap=named, overflow="fold")
     for row in outcome.rows:
         table.add_row(*(text(row) for _, text in columns))

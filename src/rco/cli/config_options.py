@@ -1,4 +1,4 @@
-"""Flags from a config dataclass: a default and its help text are written once, where the code uses them.
+"""Command-line flags from the fields of a config dataclass, with their defaults and help texts.
 
 A field becomes an option named after it (``group_size`` -> ``--group-size``); booleans become on/off pairs; a field
 without a default becomes a positional argument.
@@ -22,7 +22,7 @@ _PANELS = ("Budget", "Output", "Candidates", "Experts", "Data", "Search", "Compa
 
 @dataclasses.dataclass(frozen=True)
 class Switches:
-    """How a command shows what it does; the same for every verb."""
+    """Form of a command's output; the same for every command."""
 
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, estimate, print and stop.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")] = False
@@ -54,7 +54,7 @@ def command_from_config(config: type, run: Callable[[Any, Switches], None]) -> C
 
 
 def taken_device(asked: str, *, quiet: bool) -> str:
-    """The device to use, which for ``auto`` is said on stderr, by one rank and unless ``quiet``."""
+    """The device to use; for ``auto``, rank 0 also prints it to stderr unless ``quiet``."""
     if asked != "auto":
         return asked
     from rco.distributed import is_first_rank
@@ -67,7 +67,7 @@ def taken_device(asked: str, *, quiet: bool) -> str:
 
 
 def _place(field: dataclasses.Field[Any]) -> int:
-    """Where help lists a field: in the order of the panels, whichever class declares it."""
+    """Sort key of a field in the help: the position of its panel."""
     panel = field.metadata.get("panel")
     return _PANELS.index(panel) if panel in _PANELS else -1
 

@@ -12,7 +12,7 @@ __all__ = ["evaluate"]
 
 
 def _evaluate(config: EvaluateConfig, switches: Switches) -> None:
-    """Measure models side by side: perplexity, KL to a reference, tasks.
+    """Measure models: perplexity, KL to a reference, tasks.
 
     rco evaluate tiny-llama
 
@@ -27,7 +27,7 @@ def _evaluate(config: EvaluateConfig, switches: Switches) -> None:
     from rco.pipeline.evaluate import headline
 
     if switches.dry_run:
-        resolve_source(config.data)  # an unknown name is an error now
+        resolve_source(config.data)  # raises for an unknown name
         also = f" and by {config.tasks}" if config.tasks else ""
         typer.echo(
             f"would measure {', '.join(config.paths)} on {config.sequences} x {config.length} tokens of "
@@ -35,7 +35,7 @@ def _evaluate(config: EvaluateConfig, switches: Switches) -> None:
         )
         return
     models, reference = config.paths, config.reference
-    if reference is not None:  # first, wherever it is named
+    if reference is not None:  # always first
         models = [reference, *(path for path in models if path != reference)]
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     del settings["paths"]

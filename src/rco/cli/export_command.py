@@ -14,7 +14,7 @@ __all__ = ["export"]
 
 
 def _export(config: ExportConfig, switches: Switches) -> None:
-    """Write the checkpoint of a finished run in another format, without searching again.
+    """Write the checkpoint of a finished run in another format, without a new search.
 
     rco export runs/tiny-llama-bits-2.5 --format dense
 

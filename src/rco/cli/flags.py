@@ -1,7 +1,7 @@
-"""Arguments in messages, shown as flags.
+"""Conversion of arguments in messages to flags.
 
-The library speaks of its arguments, between backquotes: `group_size`, `serve="vllm"`, `symmetric=False`. On the
-command line these are ``--group-size``, ``--serve vllm`` and ``--no-symmetric``.
+Messages of the library name arguments between backquotes: `group_size`, `serve="vllm"`, `symmetric=False`. On the
+command line these become ``--group-size``, ``--serve vllm`` and ``--no-symmetric``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ARGUMENT = re.compile(r"`([a-z][a-z_]*)(?:=([^`]*))?`")
 
 
 def as_flags(text: str) -> str:
-    """The text with every argument between backquotes written as its flag; anything else is left as it is."""
+    """Text with every argument between backquotes replaced by its flag."""
     return _ARGUMENT.sub(lambda found: _flag(found[0], found[1], found[2]), text)
 
 
@@ -42,7 +42,7 @@ def _flag(whole: str, name: str, value: str | None) -> str:
 
 @cache
 def _arguments() -> dict[str, str]:
-    """Every argument of a verb, and whether it is positional."""
+    """Arguments of all commands by name, and whether each is positional."""
     from rco.pipeline import configs
     from rco.pipeline.configs import CompareQuantizeConfig
 

@@ -1,4 +1,4 @@
-"""``rco ls``: the names that other commands take."""
+"""``rco ls``: names for other commands."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def _first_line(target: str) -> str:
 
 
 def ls(
-    kind: Annotated[str, typer.Argument(help="methods, formats, models or data.")] = "methods",
+    kind: Annotated[str, typer.Argument(help="Kind of names: methods, formats, models or data.")] = "methods",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List the names that other commands take.
+    """List names for other commands: methods, formats, models, data.
 
     rco ls methods
 

@@ -18,7 +18,7 @@ __all__ = ["prune"]
 
 
 def _prune(config: PruneConfig, switches: Switches) -> None:
-    """Prune the experts of a mixture-of-experts model that matter least, exactly as many as asked.
+    """Prune the least important experts of a mixture-of-experts model to an exact budget.
 
     rco prune tiny-moe --experts 0.25
 
@@ -72,7 +72,7 @@ def _total(end: Any) -> int:
 def _show(result: CompressedModel) -> None:
     print_evaluation(result, first="experts by", amount=("kept", lambda row: str(row["experts"])))
     budget, layers = result.metrics["budget"], result.metrics["moe"]["layers"]
-    typer.echo(f"budget      asked {budget['requested']} {budget['kind']}: {budget['used']}")
+    typer.echo(f"budget      {budget['requested']} {budget['kind']} requested: {budget['used']}")
     typer.echo(f"per layer   {' '.join(str(len(layer['kept'])) for layer in layers)}")
     if result.checkpoint:
         shape = result.metrics["export"]["shape"].replace("_", " ")

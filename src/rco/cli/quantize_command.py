@@ -18,7 +18,7 @@ __all__ = ["quantize"]
 
 
 def _quantize(config: QuantizeConfig, switches: Switches) -> None:
-    """Quantize a language model to an exact budget, every layer at the width it needs.
+    """Quantize a language model to an exact budget, with a width chosen for every layer.
 
     rco quantize tiny-llama --bits 2.5
 
@@ -71,7 +71,8 @@ def _show(result: CompressedModel) -> None:
     )
     budget = result.metrics["budget"]
     typer.echo(
-        f"budget      asked {budget['requested']} {budget['kind']}: {budget['effective']}, used {budget['used']}"
+        f"budget      {budget['requested']} {budget['kind']} requested: {budget['effective']}, "
+        f"used {budget['used']}"
     )
     written = result.metrics.get("export", {})
     if written.get("usage"):

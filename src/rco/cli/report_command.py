@@ -12,9 +12,9 @@ __all__ = ["report"]
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
-    out: Annotated[Path, typer.Option("--out", help="The page.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", help="HTML file to write.")] = Path("report.html"),
 ) -> None:
-    """Put one or more runs on one self-contained HTML page.
+    """Write one self-contained HTML page about one or more runs.
 
     rco report runs/tiny-llama-bits-2.5
 

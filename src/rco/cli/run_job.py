@@ -1,4 +1,4 @@
-"""Long jobs on the command line: plan or run, the command that continues after Ctrl-C, the table at the end."""
+"""Long jobs on the command line: plan or run, the command that continues after Ctrl-C, the final table."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def run_job(
     summarize: Callable[[CompressedModel], dict[str, Any]],
     show: Callable[[CompressedModel], None],
 ) -> None:
-    """Compress a model, or with ``--dry-run`` say what that would be.
+    """Compress a model, or with ``--dry-run`` print the plan.
 
     Args:
         config: The settings.
-        switches: How to show it.
-        describe: A plan as data for ``--json``, and as lines (label, text) for people.
-        summarize: The result's own part of the JSON.
-        show: Prints the result for people.
+        switches: Form of the output.
+        describe: A plan as data for ``--json``, and as lines (label, text) of text output.
+        summarize: The part of the JSON that is specific to the command.
+        show: Prints the result as text.
     """
     from rco.api import compress
     from rco.compression.budget import Budget
@@ -66,7 +66,7 @@ def run_job(
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C inside, or the loss of another rank, ends the command with the line that continues it."""
+    """On Ctrl-C or the loss of another rank, end with the command line that continues the run."""
     from rco.distributed import RankLostError, is_first_rank
 
     try:
@@ -86,13 +86,13 @@ def _way_on() -> str:
     command = [*program, *(a for a in sys.argv[1:] if a != "--resume"), "--resume"]
     if "LOCAL_WORLD_SIZE" in os.environ:
         command = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], "-m", *command]
-    return f"What is done is kept; continue with:\n  {' '.join(command)}\n"
+    return f"Finished work is kept; continue with:\n  {' '.join(command)}\n"
 
 
 def print_plan(
     planned: Planned, data: dict[str, Any], lines: list[tuple[str, str]], *, as_json: bool
 ) -> None:
-    """What a job would be, what it would take, and where it would go."""
+    """Print the plan of a job with its expected memory, time and folder."""
     estimate = planned.estimate
     if as_json:
         device = str(planned.loaded.device)
@@ -126,15 +126,15 @@ def _common_summary(result: CompressedModel) -> dict[str, Any]:
 
 
 def report_of(result: CompressedModel) -> Path:
-    """The page in the folder of a run."""
-    assert result.folder is not None  # a command's runs have one
+    """Path of the report in the folder of a run."""
+    assert result.folder is not None  # runs of the command line have a folder
     return result.folder / "report.html"
 
 
 def print_evaluation(
     result: CompressedModel, *, first: str, amount: tuple[str, Callable[[dict[str, Any]], str]]
 ) -> None:
-    """The table of allocations on evaluation text: a name, how much it takes, KL and perplexity."""
+    """Print the table of allocations on evaluation text: name, size, KL and perplexity."""
     from rich.console import Console
     from rich.table import Table
 
@@ -154,8 +154,10 @@ def print_evaluation(
 
 
 def print_loading(export: dict[str, Any]) -> None:
-    """What a checkpoint asks of whoever loads it; nothing where stock model code does."""
+    """Print how to load a checkpoint that brings its own model code."""
     if export.get("usage"):  # a recipe, whose scripts are not the model's code
         return
     if any(str(name).endswith(".py") for name in export.get("files") or {}):
-        typer.echo("loading     with trust_remote_code=True, or with rco: transformers needs the code inside")
+        typer.echo(
+            "loading     use trust_remote_code=True or rco.load: the checkpoint has its own model code"
+        )

@@ -1,4 +1,4 @@
-"""``rco solve``: the exact knapsack on a problem from a file or from stdin."""
+"""``rco solve``: the exact knapsack for a problem from a file or from stdin."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def solve(
     max_states: Annotated[
         int,
         typer.Option(
-            "--max-states", min=1, max=2**31 - 1, help="Work after which a solve stops with a certified gap."
+            "--max-states", min=1, max=2**31 - 1, help="Most states; at the limit the gap is certified."
         ),
     ] = 20_000_000,
     time_limit: Annotated[
-        float, typer.Option("--time-limit", help="Seconds per sample where several joint budgets bind.")
+        float, typer.Option("--time-limit", help="Most seconds per sample, for several joint budgets.")
     ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Choose one option per group, of the largest total value within the budget, and prove it.
+    """Choose one option per group with the largest total value within the budget, proven optimal.
 
-    The file holds one object. "values" is (N, K) or (batch, N, K); null forbids an option. Numbers may be written
-    as strings ("2.5", "7/3") to be taken exactly. Exit status 1 means that nothing affordable exists.
+    The file holds one object. "values" is (N, K) or (batch, N, K); null forbids an option.
+    Strings such as "2.5" or "7/3" are read as exact numbers. Exit status 1: there is no feasible choice.
 
     rco solve problem.json
 
@@ -66,7 +66,7 @@ def solve(
         raise typer.BadParameter(str(error), param_hint=_HINT) from None
     except TypeError as error:
         raise typer.BadParameter(
-            f"a field holds the wrong kind of thing: {error}", param_hint=_HINT
+            f"a field has a value of the wrong type: {error}", param_hint=_HINT
         ) from None
 
     if isinstance(solved, Solution):
@@ -80,7 +80,9 @@ def solve(
     else:
         _print(solved, values, parsed)
     if infeasible:
-        typer.echo("Error: the values leave no affordable choice; allow cheaper options.", err=True)
+        typer.echo(
+            "Error: no choice of allowed options is within the budget; allow cheaper options.", err=True
+        )
         raise typer.Exit(1)
 
 
@@ -100,14 +102,14 @@ def _read(source: str) -> dict[str, Any]:
         )
     if "values" not in described:
         raise typer.BadParameter(
-            'the key "values" is missing: (N, K) numbers, the worth of each option of each group.',
+            'the key "values" is missing: (N, K) numbers, the value of each option of each group.',
             param_hint=_HINT,
         )
     return described
 
 
 def _values(given: Any) -> np.ndarray:
-    """A float array of nested lists in which null stands for a forbidden option."""
+    """Float array of nested lists; null is a forbidden option."""
     import numpy as np
 
     def cell(value: Any) -> Any:
@@ -124,7 +126,7 @@ def _values(given: Any) -> np.ndarray:
 
 
 def _number(value: Any) -> Any:
-    """Exact numbers as JSON: integers, or "p/q" strings; anything without a finite value as null."""
+    """An exact number as JSON: an integer, a "p/q" string, or null if not finite."""
     if isinstance(value, tuple):
         return [_number(entry) for entry in value]
     if isinstance(value, Fraction):
@@ -191,7 +193,7 @@ def _print(solved: Solution | BatchSolution, values: np.ndarray, problem: Alloca
 
 
 def _text(value: Any) -> str:
-    """Exact numbers for people."""
+    """An exact number as text."""
     if isinstance(value, tuple):
         return ", ".join(_text(entry) for entry in value)
     return "-" if value is None else str(value)

@@ -1,1 +1,1 @@
-"""One file, one kind of compression: a model becomes a problem and an objective, an allocation a model."""
+"""A model as a problem and an objective, and an allocation as a compressed model."""

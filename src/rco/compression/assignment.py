@@ -27,13 +27,13 @@ def assignment_problem(
 
     Args:
         costs: Of the plan, for the budget's kind.
-        budget: What was asked for.
-        uniform: Where experts are kept or removed: the same number in every layer.
-        min_per_layer: Fewest experts that a layer keeps; its router's top-k is the least in any case.
+        budget: The requested budget.
+        uniform: Keep the same number of experts in every layer; for plans that only keep or remove experts.
+        min_per_layer: Fewest experts that a layer keeps; never below its router's top-k.
 
     Raises:
         InfeasibleBudgetError: No assignment meets the budget.
-        ValueError: Anything else that is wrong with what was asked.
+        ValueError: The request is invalid for another reason.
     """
     plan = costs.plan
     arguments: dict[str, Any] = {
@@ -57,7 +57,7 @@ def assignment_problem(
 
 
 def _min_counts(plan: CompressionPlan, min_per_layer: int) -> dict[str, Any]:
-    """At least as many experts of every layer stay as its router picks; groups of no layer have no minimum."""
+    """Fewest experts kept per layer, at least its router's top-k; groups outside expert layers have no minimum."""
     layers, blocks = plan.sparse_layers, plan.layer_of_group
     counts = [max(layer.top_k, min_per_layer) for layer in layers]
     staying = [column for column, option in enumerate(plan.options) if option != REMOVED]
@@ -67,7 +67,7 @@ def _min_counts(plan: CompressionPlan, min_per_layer: int) -> dict[str, Any]:
 
 
 def experts_to_prune(budget: Budget, experts: int) -> int:
-    """How many experts a budget of kind ``experts`` prunes: this is the one place where a fraction is rounded.
+    """Number of experts that a budget of kind ``experts`` prunes; fractions are rounded here and nowhere else.
 
     A fraction f prunes floor(f * experts); a whole number is a count.
     """
@@ -91,7 +91,7 @@ def experts_to_prune(budget: Budget, experts: int) -> int:
 def _removal_problem(
     costs: Costs, budget: Budget, arguments: dict[str, Any], uniform: bool, min_per_layer: int
 ) -> AllocationProblem:
-    """Exactly as many experts removed as asked, never fewer kept than a router picks."""
+    """The problem of removing the requested number of experts, each layer keeping at least its router's top-k."""
     plan, allowed = costs.plan, arguments["allowed"]
     layers, blocks = plan.sparse_layers, plan.layer_of_group
     prune, keep = plan.options.index(REMOVED), plan.options.index(ORIGINAL)
@@ -110,7 +110,7 @@ def _removal_problem(
     target: Any = (_uniform_budgets if uniform else _total_budget)(layers, least, budget, costs)
     arguments["blocks"] = blocks if uniform else None
     arguments["min_counts"] = _min_counts(plan, min_per_layer)
-    # A block that the locks decide altogether has no surface C = B to walk on.
+    # A block fully fixed by the locks has no surface C = B to search on.
     decided = [not allowed[blocks == b].all(axis=1).any() for b in range(len(layers))]
     stuck = any(decided) if uniform else all(decided)
     try:
@@ -138,11 +138,11 @@ def _total_budget(
                 f"{total - sum(least)}."
             )
         return total - pruned
-    room = budget.amount - shares.fixed
+    available = budget.amount - shares.fixed
     fewest = sum(share * count for share, count in zip(shares.per_expert, least, strict=True))
     most = sum(share * count for share, count in zip(shares.per_expert, counts, strict=True))
-    _check_room(budget, room, costs, fewest, most)
-    return min(room, Fraction(most))
+    _check_available(budget, available, costs, fewest, most)
+    return min(available, Fraction(most))
 
 
 def _uniform_budgets(
@@ -159,15 +159,15 @@ def _uniform_budgets(
             if asked % len(layers):
                 near = asked // len(layers) * len(layers)
                 raise ValueError(
-                    f"`uniform` prunes the same number in each of {len(layers)} layers, and {asked} is no multiple "
-                    f"of {len(layers)}; ask for {near} or {near + len(layers)}."
+                    f"`uniform` prunes the same number in each of {len(layers)} layers, and {asked} is not a "
+                    f"multiple of {len(layers)}; ask for {near} or {near + len(layers)}."
                 )
             pruned = [asked // len(layers)] * len(layers)
         kept = [count - gone for count, gone in zip(counts, pruned, strict=True)]
     else:
-        room, together = budget.amount - shares.fixed, sum(shares.per_expert)
-        _check_room(budget, room, costs, max(least) * together, min(counts) * together)
-        kept = [min(floor(room / together), min(counts))] * len(layers)
+        available, together = budget.amount - shares.fixed, sum(shares.per_expert)
+        _check_available(budget, available, costs, max(least) * together, min(counts) * together)
+        kept = [min(floor(available / together), min(counts))] * len(layers)
     for layer, fewest, stays in zip(layers, least, kept, strict=True):
         if stays < fewest:
             raise InfeasibleBudgetError(
@@ -177,17 +177,17 @@ def _uniform_budgets(
     return [stays * share for stays, share in zip(kept, shares.per_expert, strict=True)]
 
 
-def _check_room(budget: Budget, room: Fraction, costs: Costs, least: int, most: int) -> None:
+def _check_available(budget: Budget, available: Fraction, costs: Costs, least: int, most: int) -> None:
     fixed, unit = costs.fixed, costs.unit
-    if room < least:
+    if available < least:
         raise InfeasibleBudgetError(
-            f"{budget.argument} is too little: without any expert the model takes {fixed:,} {unit}, and with the "
-            f"fewest its routers need {fixed + least:,}; the full model takes {fixed + most:,}."
+            f"{budget.argument} is too small: the model takes {fixed:,} {unit} without experts, {fixed + least:,} "
+            f"with the fewest that its routers need, and {fixed + most:,} in full."
         )
-    if room >= most:
+    if available >= most:
         raise ValueError(
-            f"{budget.argument} holds the full model ({fixed + most:,} {unit}): nothing is to be "
-            "pruned. Ask for less."
+            f"{budget.argument} is enough for the full model ({fixed + most:,} {unit}), so nothing would be "
+            "pruned; give a smaller budget."
         )
 
 

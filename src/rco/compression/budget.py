@@ -1,4 +1,4 @@
-"""Budgets as people write them: an amount and what it counts."""
+"""Budgets as a user writes them: an amount and its kind."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Budget"]
 
 @dataclass(frozen=True)
 class Budget:
-    """An amount, and what it counts.
+    """An amount and its kind.
 
     Kinds: ``bits`` (average width of the quantized weights), ``bpw`` (the same with scales and zero points),
-    ``size`` (bytes of all safetensors files), ``active_bits`` (average width of what a token reads), ``experts``
-    (how many to prune) and ``parameters`` (how many stay).
+    ``size`` (bytes of all safetensors files), ``active_bits`` (average width of the weights that a token reads),
+    ``experts`` (number or fraction to prune) and ``parameters`` (number that stays).
     """
 
     kind: str

@@ -1,7 +1,7 @@
-"""Every linear at every width, built block by block; a block is written to the store while the next is made.
+"""Candidates of every linear at every width, built block by block and written to the store in the background.
 
-One Hessian per distinct input serves all widths. Blocks see the full model's hidden states: the candidates belong
-to no particular allocation, so one store serves every budget.
+One Hessian per distinct input serves all widths. Blocks get the full model's hidden states, so candidates do not
+depend on an allocation, and one store serves every budget.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Method = Literal["gptq", "rtn"]
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateSettings:
-    """How candidates are made, beside the plan's widths and grid."""
+    """Settings of candidates beyond the plan's widths and grid."""
 
     method: Method = "gptq"
     damp: float = 0.01
@@ -61,17 +61,17 @@ class CandidateSettings:
     clip: Literal["search", "minmax"] = "search"
     sweeps: int = 4
     batch_size: int = 8
-    expert_tokens: int = 256  # least tokens that an expert is fitted to
+    expert_tokens: int = 256  # fewest tokens that an expert is fitted to
 
     def arguments(self) -> dict[str, object]:
-        """What the quantizer of one matrix takes."""
+        """Arguments for the quantizer of one matrix."""
         if self.method == "rtn":
             return {"clip": self.clip}
         return {"damp": self.damp, "act_order": self.act_order, "clip": self.clip, "sweeps": self.sweeps}
 
 
 def candidate_name(info: LinearInfo) -> str:
-    """What a linear's candidates are called in a store; those of a layer's experts are stacked."""
+    """Name of a linear's candidates in a store; those of a layer's experts are stacked under one name."""
     return info.stored_in if isinstance(info, ExpertLinear) else info.name
 
 
@@ -127,20 +127,20 @@ def build_candidates(
     on_progress: Callable[[int, int], None] | None = None,
     ranks: Ranks | None = None,
 ) -> None:
-    """Fill what the store is missing.
+    """Make the candidates that the store is missing.
 
-    Every rank makes one of the next missing blocks. Its file is written, and entered in the store, while the rank
+    In each round every rank makes one missing block. Its file is written and entered in the store while the rank
     makes its next block.
 
     Args:
         loaded: The full model, computing in its present type.
         plan: Linears, widths and grid.
         calibration: Sequences for the Hessians.
-        store: Made for :func:`candidate_identity`.
+        store: Store created for :func:`candidate_identity`.
         settings: How to quantize.
         storage_dtype: Type of the scales: the checkpoint's.
-        on_progress: Called with (linears done, linears in all).
-        ranks: Who shares the work; all of them call this, with stores of the same content.
+        on_progress: Called with (linears done, total linears).
+        ranks: Processes that share the work; all of them call this, with stores of the same content.
     """
     ranks = ranks or Ranks()
     groups = blocks_of(plan)
@@ -166,7 +166,7 @@ def build_candidates(
     )
 
     def make(index: int, sharers: int) -> Callable[[], dict[str, Any]]:
-        """A block's candidates; what is returned writes them."""
+        """Make a block's candidates; the returned function writes them."""
         group = groups[index]
         linears = [info for info in group if not isinstance(info, ExpertLinear)]
         sparse = expert_layer_of(group)
@@ -214,7 +214,7 @@ def build_candidates(
             )
             candidates.update(stacks)
             statistics.update(found)
-        # In host memory: the writer must not wait for what the device does next.
+        # In host memory, so that the writer does not wait for the device's next work.
         moved = {name: {label: w.to("cpu") for label, w in each.items()} for name, each in candidates.items()}
         return partial(store.write_file, index, moved, statistics)
 
@@ -222,12 +222,12 @@ def build_candidates(
     failures: list[Exception] = []
 
     def share(blocks: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Make this rank's part of some blocks; the entries of those that it made before, whatever fails."""
+        """Make this rank's part of some blocks; returns entries of its earlier blocks, even if a new one fails."""
         made_before, entries = list(on_their_way), {}
         try:
             for index in blocks[ranks.index :: ranks.count]:
                 on_their_way[index] = writer.submit(make(index, len(blocks)))
-        except Exception as error:  # noqa: BLE001 - raised when all that was made before is in the store
+        except Exception as error:  # noqa: BLE001 - raised once all earlier blocks are in the store
             failures.append(error)
         for index in made_before:
             try:
@@ -238,13 +238,15 @@ def build_candidates(
 
     def fail() -> None:
         for other in failures[1:]:
-            logger.warning("Beside what ends the job: %s: %s", type(other).__name__, other)
+            logger.warning(
+                "Another error beside the one that ends the job: %s: %s", type(other).__name__, other
+            )
         if failures:
             raise failures[0]
 
     with ThreadPoolExecutor(1, thread_name_prefix="rco-store") as writer:
         try:
-            # In the last round nothing is made, and what was made before it is entered.
+            # The last round makes nothing; it enters the blocks of the round before.
             for start in range(0, len(missing) + ranks.count, ranks.count):
                 together = missing[start : start + ranks.count]
                 before = done
@@ -256,14 +258,14 @@ def build_candidates(
                 done = before
                 advance(sum(len(groups[index]) for index in together))
         finally:
-            # Where something failed or someone interrupted: what this rank had made need not be made again.
+            # After a failure or an interruption, keep the blocks that this rank has finished.
             for index, written in on_their_way.items():
                 if written.exception() is None:
                     store.enter(index, written.result())
 
 
 def _grids(plan: CompressionPlan, info: LinearInfo) -> dict[str, Format]:
-    """Label -> format of every width of a linear."""
+    """Formats of a linear's packed options by label."""
     return {plan.label(option): plan.format_of(info, option) for option in plan.packed}
 
 
@@ -297,7 +299,7 @@ def _block_hessians(
             collect = experts.add
             hook = experts.layer.block.register_forward_pre_hook(lambda _, args: collect(args[0]))
             stack.callback(hook.remove)
-        inputs.advance()  # the candidates see the full model, so its next hidden states come with this pass
+        inputs.advance()  # candidates use the full model's states, so this pass also yields the next block's inputs
     return {name: accumulators[path] for name, path in source.items()}
 
 
@@ -318,7 +320,7 @@ Statistics = dict[str, dict[str, Any]]
 
 
 def expert_layer_of(linears: Sequence[LinearInfo]) -> MoELayer | None:
-    """The sparse layer among the linears of one block, if it has one."""
+    """The sparse layer of one block's linears; None without one."""
     return next((info.layer for info in linears if isinstance(info, ExpertLinear)), None)
 
 
@@ -330,11 +332,11 @@ def quantize_experts(
     storage_dtype: torch.dtype,
     on_expert: Callable[[], None],
 ) -> tuple[dict[str, Options], dict[str, Statistics]]:
-    """Every expert of a layer on every grid.
+    """Quantize every expert of a layer on every grid.
 
     Args:
         layer: The layer.
-        hessians: Its input statistics; None rounds to nearest.
+        hessians: Input statistics of the layer; None: round to nearest.
         grids: State-dict name of a stacked tensor -> label -> grid.
         settings: Further fields of :class:`rco.formats.base.EncodeSettings`.
         storage_dtype: Type of the scales.
@@ -403,14 +405,14 @@ def packed_candidate(packed: Mapping[str, Mapping[str, Stored]], info: LinearInf
 def recorded(
     statistics: Callable[[str, str], dict[str, Any]], info: LinearInfo, label: str, key: str
 ) -> float:
-    """A statistic of one linear. Gate and up were quantized as one matrix: its number stands with the gate."""
+    """A statistic of one linear. Gate and up are quantized as one matrix, whose value is reported for the gate."""
     if not isinstance(info, ExpertLinear):
         return float(statistics(info.name, label)[key])
     return 0.0 if info.projection == "up" else float(statistics(info.stored_in, label)[key][info.expert])
 
 
 def kept_experts(plan: CompressionPlan, choices: Mapping[str, Format]) -> dict[int, list[int]]:
-    """Sparse layer -> the experts that stay, for the layers that lose some; ``choices`` are options by linear."""
+    """Experts that stay, by sparse layer, for layers that lose some; ``choices`` are options by linear."""
     kept: dict[int, list[int]] = {}
     pruned: set[int] = set()
     for info in plan.experts:

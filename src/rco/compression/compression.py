@@ -1,6 +1,6 @@
 """One compression: groups of weights, the options of each, and the model under any choice of them.
 
-An option stores a group in a format, leaves it as it is, or removes it (an expert). Quantization, expert pruning
+An option stores a group in a format, keeps it unchanged, or removes it (an expert). Quantization, expert pruning
 and both together differ in the options alone.
 """
 
@@ -75,25 +75,25 @@ class Compression:
     Args:
         loaded: The full model in the type of its checkpoint.
         plan: Groups and their options.
-        store_folder: Where packed candidates are kept; None where no option is packed.
-        settings: How candidates are made.
+        store_folder: Folder of packed candidates; None if no option is packed.
+        settings: Settings of candidates.
         compute_dtype: Type of the computation; None: float32 on a CPU, the checkpoint's elsewhere.
         loss: KL to the full model, or cross-entropy.
         top_k: Coarsen the KL to the k likeliest tokens of the reference; None: the full vocabulary.
         batch_size: Sequences per batch of the objective.
         checkpointing: Recompute activations in the backward pass, to save memory.
         graphs: Record samples of the search as CUDA graphs where that is possible.
-        gates: How gradients see the removal of an expert: ``deployed``, as the checkpoint computes, or ``scale``,
-            as the paper's search does. Candidates are always compared as deployed.
+        gates: Model of an expert's removal in gradients: ``deployed``, as in the checkpoint, or ``scale``, as in
+            the paper's search. Candidate allocations are always compared as deployed.
         overwrite_store: Replace candidates of another identity instead of refusing.
-        count: Over which linears a budget of bits is averaged: all that are quantized, or experts alone.
-        visits: How often experts are routed to, if that is known already.
-        uniform: Where experts are only kept or removed: keep the same number in every layer.
+        count: Linears that a budget of bits is averaged over: all quantized ones, or experts alone.
+        visits: Routing counts of experts, if already known.
+        uniform: Keep the same number of experts in every layer; for plans that only keep or remove experts.
         min_per_layer: Fewest experts that a layer keeps, beside its router's top-k.
-        on_progress: Called with (done, all) while candidates are made or experts are scored.
+        on_progress: Called with (done, total) while candidates are made or experts are scored.
         ranks: Processes that share the work on candidates and sensitivities.
-        memory: ``resident`` keeps the packed candidates on the model's device, ``offload`` in host memory, from
-            where they are streamed to a GPU.
+        memory: ``resident`` keeps the packed candidates on the model's device; ``offload`` keeps them in host
+            memory and streams them to a GPU.
     """
 
     def __init__(
@@ -134,24 +134,24 @@ class Compression:
         self._costs: dict[str, Costs] = {}
         self.on_progress = on_progress
         self.ranks = ranks or Ranks()
-        # On a CPU the candidates are where they are needed either way.
+        # On a CPU there is nothing to offload to.
         self.memory: Residency = memory if loaded.device.type == "cuda" else "resident"
         self.store: CandidateStore | None = None
         self._packed: Mapping[str, Mapping[str, Stored]] | None = None
         self._second_order: SecondOrder | None = None
         self._scores: dict[str, list[Tensor]] | None = None
-        self.keep_references = False  # for those who open the objective more than once on the same text
+        self.keep_references = False  # for callers that open the objective more than once on the same text
         self._references: dict[str, Reference] = {}
 
     @property
     def kind(self) -> str:
-        """What runs and exporters call it: ``quantization``, or ``expert-pruning`` where nothing is quantized."""
+        """Kind in runs and exports: ``quantization``, or ``expert-pruning`` without packed options."""
         return "expert-pruning" if self.plan.removes_only else "quantization"
 
     # ---------------------------------------------------------------- problem
 
     def costs(self, kind: str) -> Costs:
-        """What options count under a kind of budget."""
+        """Costs of options under a kind of budget."""
         if kind not in self._costs:
             model, count = self.loaded.model, self.count if kind != "size" else "all"
             linears: Sequence[LinearInfo] = ()
@@ -165,22 +165,22 @@ class Compression:
         """Groups, options, exact integer costs, and the budget in the same units."""
         if budget.kind == "size" and self.count != "all":
             raise ValueError(
-                "`size` is that of the whole checkpoint: leave out `count='experts'`, which goes with bits."
+                "`size` counts the whole checkpoint; leave out `count='experts'`, which applies to budgets of bits."
             )
         return assignment_problem(
             self.costs(budget.kind), budget, uniform=self.uniform, min_per_layer=self.min_per_layer
         )
 
     def budget_range(self, kind: str) -> tuple[str, str]:
-        """The lowest and the highest budget of a kind, as a user would write them."""
+        """Lowest and highest feasible budget of a kind, as a user would write them."""
         return self.costs(kind).range
 
     def describe_cost(self, kind: str, units: float) -> str:
-        """A cost of the problem as the user counts it, e.g. ``2.5 bits``; ``kind`` is that of the budget."""
+        """A cost of the problem in the user's units, e.g. ``2.5 bits``; ``kind`` is the budget's kind."""
         return self.costs(kind).describe(units)
 
     def count_visits(self, calibration: CalibrationSet) -> None:
-        """Count how often every expert is routed to; nothing for a model without experts."""
+        """Count the tokens routed to every expert; does nothing for a model without experts."""
         if self.visits is None:
             self.visits = routing_visits(self.loaded, calibration, self.compute_dtype)
 
@@ -191,18 +191,18 @@ class Compression:
 
     @property
     def store_folder(self) -> Path:
-        """Where packed candidates are kept."""
+        """Folder of the packed candidates."""
         if self._store_folder is None:
             raise ValueError("Packed options need a folder for their candidates: pass `store_folder`.")
         return self._store_folder
 
     def check_store(self, calibration: CalibrationSet) -> None:
-        """Refuse a folder with candidates of another model, text or setting, unless they may be replaced."""
+        """Raise if the folder holds candidates of another model, text or setting and may not be overwritten."""
         if not self.overwrite_store and not self.plan.removes_only:
             CandidateStore.check(self.store_folder, self._identity(calibration))
 
     def candidates(self, calibration: CalibrationSet) -> None:
-        """Make the packed candidates that the store is missing; resumable. Nothing where no option is packed."""
+        """Make the packed candidates that the store is missing; resumable. Does nothing if no option is packed."""
         if self.plan.removes_only:
             return
         identity = self._identity(calibration)
@@ -225,26 +225,26 @@ class Compression:
         self.store = store
 
     def open_store(self, fingerprint: str | None = None) -> None:
-        """Use candidates that are there, without the calibration text; with a fingerprint, only those.
+        """Use existing candidates, without the calibration text; a fingerprint, if given, must match.
 
         Raises:
-            StoreError: There are none, they are not complete, or they are others.
+            StoreError: Candidates are missing, incomplete or have another fingerprint.
         """
         store = CandidateStore.open(self.store_folder)
         store.verify()
         if fingerprint is not None and store.fingerprint != fingerprint:
             raise StoreMismatchError(
-                f"{self.store_folder} holds other candidates than this run was made with: they have been replaced."
+                f"{self.store_folder} no longer holds the candidates of this run: another run replaced them."
             )
         self.store = store
 
     def _shared_store(self, identity: dict[str, object]) -> CandidateStore:
-        """Rank 0's store, which keeps the manifest; the other ranks join it."""
+        """The store: opened by rank 0, which keeps the manifest, and joined by the other ranks."""
         if self.ranks.first:
             store = CandidateStore.create_or_resume(
                 self.store_folder, identity, len(blocks_of(self.plan)), overwrite=self.overwrite_store
             )
-            store.verify()  # what an earlier run has made
+            store.verify()  # candidates of an earlier run
             self.ranks.broadcast(store.manifest)
             return store
         return CandidateStore.join(self.store_folder, self.ranks.broadcast({}))
@@ -252,9 +252,9 @@ class Compression:
     def regrouped(self, plan: CompressionPlan) -> Compression:
         """The same model and candidates, under other groups of the same linears."""
         if {info.name for info in plan.linears} != {info.name for info in self.plan.linears}:
-            raise ValueError("The other plan has other linears: its candidates are not these.")
+            raise ValueError("The given plan has other linears, so it cannot use the same candidates.")
         if plan.options != self.plan.options:
-            raise ValueError("The other plan has other options: its candidates are not these.")
+            raise ValueError("The given plan has other options, so it cannot use the same candidates.")
         self.packed()  # loaded once, for both
         other = copy.copy(self)
         other.plan, other._costs, other._second_order = plan, {}, None
@@ -279,7 +279,7 @@ class Compression:
         return self._packed
 
     def forget_candidates(self) -> None:
-        """Free the memory of all candidates; they are read from the store again when they are needed."""
+        """Free the memory of all candidates; they are reloaded from the store when needed."""
         self._packed = None
 
     def set_packed(self, packed: Mapping[str, Mapping[str, Stored]]) -> None:
@@ -295,11 +295,11 @@ class Compression:
         return recorded_errors(self.plan, self._built(), "error")
 
     def option_errors(self) -> Tensor:
-        """(N, K) squared error of every option's weights over the square of the full ones, in a group together."""
+        """(N, K) squared error of a group's weights under every option, relative to the squared full weights."""
         return weight_errors(self.plan, self.packed(), self.loaded.device)
 
     def weight_distances(self) -> Tensor:
-        """(N, K) mean squared difference of every option's weights to those of the group's widest option."""
+        """(N, K) mean squared difference of every option's weights from those of the group's widest option."""
         return weight_distances(self.plan, self.packed(), self.loaded.device)
 
     def _built(self) -> CandidateStore:
@@ -308,10 +308,10 @@ class Compression:
         return self.store
 
     def layer_errors(self, calibration: CalibrationSet, *, experts_only: bool = True) -> Tensor:
-        """(N, K) L2 norm of what a group's option does to the output of its layer, its members one at a time.
+        """(N, K) L2 norm of the change in a layer's output by each option of a group, its members one at a time.
 
-        Sensitivities of experts, shared ones among them, as MxMoE takes them, summed over a group's members. Groups
-        outside experts have none, and with ``experts_only`` must be locked.
+        Sensitivities of experts (shared ones included) as in MxMoE, summed over a group's members. Other groups
+        have none, and with ``experts_only`` must be locked.
         """
         with computing_in(self.loaded.model, self.compute_dtype):
             return layer_errors(
@@ -365,17 +365,17 @@ class Compression:
 
     @property
     def losses(self) -> Tensor:
-        """(N, K) predicted KL of every option, all else unchanged; they are taken to add up."""
+        """(N, K) predicted KL of every option with all else unchanged; assumed additive over groups."""
         if self.plan.removes_only:
             removed = torch.cat(self.scores["fisher"]).double()
             return torch.stack([removed, torch.zeros_like(removed)], dim=1)
         if self._second_order is None:
-            raise ValueError("The sensitivities are not known: call use_differences() first.")
+            raise ValueError("There are no sensitivities yet: call use_differences() first.")
         return self._second_order.losses
 
     @property
     def curvature(self) -> Tensor | None:
-        """(N, K, K) second-order cost of moving a group from one option to another; None where it is not known."""
+        """(N, K, K) second-order cost of moving a group from one option to another; None if unknown."""
         if self.plan.removes_only:
             if self._scores is None or "fisher" not in self._scores:
                 return None
@@ -384,17 +384,17 @@ class Compression:
             return torch.stack([none, cost, cost, none], dim=1).reshape(-1, 2, 2)
         return None if self._second_order is None else self._second_order.curvature
 
-    def beliefs(
+    def search_inputs(
         self, problem: AllocationProblem, start: Start, strength: float, scale: PriorScale = "global"
     ) -> dict[str, Tensor]:
-        """What a search is told: ``prior``, its initial logits, and ``proxy``, losses that add up, where known.
+        """Keyword arguments of a search: ``prior``, its initial logits, and ``proxy``, additive losses, if known.
 
         Args:
             problem: Costs and budget.
-            start: What the logits come from: ``fisher`` sensitivities, errors of outputs or weights, a score of
-                experts; ``uniform`` or ``none``: nothing.
+            start: Source of the logits: ``fisher`` sensitivities, errors of outputs or weights, or a score of
+                experts; ``uniform`` or ``none``: no prior.
             strength: Scale of the logits.
-            scale: Of scores: ``rank`` spreads logits by rank within a layer, ``global`` by value across layers.
+            scale: For scores: ``rank`` spreads logits by rank within a layer, ``global`` by value across layers.
         """
         if start in ("uniform", "none") or (self.plan.removes_only and strength == 0):
             return {}
@@ -410,16 +410,16 @@ class Compression:
 
     @property
     def layers(self) -> list[MoELayer]:
-        """The sparse layers whose experts take part."""
+        """The sparse layers whose experts are in the plan."""
         return self.plan.sparse_layers
 
     @property
     def expert_counts(self) -> list[int]:
-        """Experts of every sparse layer."""
+        """Number of experts of every sparse layer."""
         return [layer.num_experts for layer in self.layers]
 
     def score_experts(self, calibration: CalibrationSet, *, sensitivity: int = 0, seed: int = 0) -> None:
-        """Score every expert in one pass; with ``sensitivity`` sequences, by gradients (``fisher``) too."""
+        """Score every expert in one pass; with ``sensitivity`` sequences, also by gradients (``fisher``)."""
         found = self.collect_scores(calibration)
         self._scores = {name: found.score(name) for name in SCORES}
         if sensitivity:
@@ -496,8 +496,8 @@ class Compression:
     def switchable(self, *, original: bool = False, searching: bool = False) -> Iterator[SwitchedModel]:
         """The model with every planned linear and expert switchable, computing in the compute type.
 
-        With ``original`` the gates have one more column, for the original weights. While ``searching``, a GPU has
-        the original weights in host memory; moving them takes seconds, which a single evaluation is not worth.
+        With ``original`` the gates have one more column, for the original weights. With ``searching`` on a GPU, the
+        original weights move to host memory; that takes seconds, so it does not pay for a single evaluation.
         """
         with ExitStack() as stack:
             stack.enter_context(computing_in(self.loaded.model, self.compute_dtype))
@@ -522,11 +522,11 @@ class Compression:
 
     @contextmanager
     def _without_originals(self) -> Iterator[None]:
-        """Inside a switched model on GPUs: original weights in host memory, as packed options alone are read."""
+        """Keep unused original weights in host memory, inside a switched model on GPUs."""
         if {parameter.device.type for parameter in self.loaded.model.parameters()} != {"cuda"}:
             yield
             return
-        # What another module holds too (a tied embedding) stays, and so does the reference's output layer.
+        # Weights shared with another module (a tied embedding) and the reference's output layer stay.
         held = {parameter.data_ptr() for parameter in self.loaded.model.parameters()}
         weights: dict[int, nn.Parameter] = {}
         for info in self.plan.packed_alone:
@@ -557,7 +557,8 @@ class Compression:
         references = [
             self.reference(data) if kl and data is not None else None for data in (calibration, selection)
         ]
-        recordable = self.graphs and Recording.possible(self.loaded.model)  # before original weights leave it
+        # Checked before original weights are moved.
+        recordable = self.graphs and Recording.possible(self.loaded.model)
         with ExitStack() as stack:
             switched = stack.enter_context(self.switchable(searching=True))
             recordable = recordable and switched.recordable(self.compute_dtype)
@@ -586,18 +587,18 @@ class Compression:
                     check_recorded=switched.check_gates if recordable and data is calibration else None,
                 )
 
-            # Candidates are compared as the checkpoint computes, whatever the gradients see.
+            # Candidates are compared as deployed, however gradients model removal.
             held_back = None if selection is None else make(selection, references[1], None, "deployed")
             objective = make(calibration, references[0], held_back, self.gates)
             stack.callback(objective.forget_recording)
             yield objective
 
     def full_head(self) -> Head:
-        """The output layer with its original weight; outside of :meth:`switchable` only."""
+        """The output layer with its original weight; only valid outside of :meth:`switchable`."""
         return full_head(self.loaded, self.plan)
 
     def _blocks(self) -> list[int] | None:
-        """Sparse layer, or else block, of every group; None if some group is in none."""
+        """Sparse layer, or else block, of every group; None if some group has neither."""
         blocks = self.plan.layer_of_group.tolist() if self.plan.removes_only else []
         blocks = blocks or [group.block for group in self.plan.groups]
         return None if None in blocks else blocks
@@ -605,7 +606,7 @@ class Compression:
     # ------------------------------------------------------------- allocations
 
     def choice_of(self, allocation: Allocation) -> dict[str, Format]:
-        """Linear name -> option."""
+        """Options by linear name."""
         return {
             member.name: self.plan.options[choice]
             for group, choice in zip(self.plan.groups, allocation, strict=True)
@@ -613,7 +614,7 @@ class Compression:
         }
 
     def amounts(self, allocation: Allocation | None) -> dict[str, float]:
-        """What tables show of an allocation beside its quality: ``bits`` or ``experts``; None: the full model."""
+        """Size of an allocation for tables: ``bits`` or ``experts``; None: the full model."""
         if self.plan.removes_only:
             kept = len(self.plan.groups) if allocation is None else int(self.keep_of(allocation).sum())
             return {"experts": kept}
@@ -622,7 +623,7 @@ class Compression:
         return {"bits": float(self.average_width(allocation))}
 
     def weights_of(self, allocation: Allocation) -> dict[str, Stored]:
-        """The packed weight of every quantized linear; those left alone are missing."""
+        """The packed weight of every quantized linear."""
         return chosen_weights(self.plan, self.packed(), self.choice_of(allocation))
 
     def written_names(self, allocation: Allocation) -> dict[str, LinearInfo]:
@@ -630,11 +631,11 @@ class Compression:
         return written_names(self.plan, self.choice_of(allocation))
 
     def deployed(self, allocation: Allocation) -> tuple[LoadedModel, dict[str, Stored]]:
-        """What is exported: the model without its pruned experts, and the packed weights by their names there."""
+        """The export: the model without its pruned experts, and the packed weights by their names in it."""
         return deploy(self.loaded, self.plan, self.packed(), self.choice_of(allocation))
 
     def keep_of(self, allocation: Allocation | Sequence[int]) -> Tensor:
-        """(experts,) booleans: which experts stay, where experts are only kept or removed.
+        """(experts,) booleans: True for experts that stay; for plans that only keep or remove experts.
 
         Raises:
             ValueError: The allocation belongs to another model, or leaves a router too few experts.
@@ -644,7 +645,7 @@ class Compression:
         return keep
 
     def kept(self, allocation: Allocation | Sequence[int]) -> list[list[int]]:
-        """For every sparse layer, the experts that stay."""
+        """Experts that stay, for every sparse layer."""
         parts = torch.split(self.keep_of(allocation), self.expert_counts)
         return [part.nonzero().squeeze(-1).tolist() for part in parts]
 
@@ -659,7 +660,7 @@ class Compression:
     def apply(self, allocation: Allocation) -> Iterator[LoadedModel]:
         """The model under an allocation, computing in the compute type."""
         if self.plan.removes_only:
-            self.keep_of(allocation)  # one of another model is refused
+            self.keep_of(allocation)  # raises for an allocation of another model
         with self.switchable() as switched, torch.no_grad():
             switched.set_gates(allocation.one_hot(len(self.plan.options)))
             yield self.loaded

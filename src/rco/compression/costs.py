@@ -1,9 +1,9 @@
 """Exact integer costs of every option of every group under a kind of budget, and the budget in the same units.
 
 Kinds where weights are packed: ``bits`` (parameters times width), ``bpw`` (scales and zero points too), ``size``
-(bytes of the checkpoint) and ``active_bits`` (parameters times width times the tokens that visit them: what a token
-reads). Bits may be counted over everything that is quantized or over experts alone, as papers on mixtures of
-experts do. Kinds where experts are only kept or removed: ``experts``, ``parameters`` and ``size``.
+(bytes of the checkpoint) and ``active_bits`` (parameters times width times the tokens that visit them). Bits may
+be counted over all quantized weights or over experts alone, as papers on mixtures of experts do. Kinds where
+experts are only kept or removed: ``experts``, ``parameters`` and ``size``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Count = Literal["all", "experts"]
 _ROUTING_BATCH = 8  # sequences at a time
 _KINDS = ("bits", "bpw", "size", "active_bits")
 _REMOVAL_KINDS = ("experts", "parameters", "size")
-# Bytes that a tensor's entry in a safetensors header takes beside its name, at most: type, shape and offsets.
+# Most bytes of a tensor's entry in a safetensors header beside its name: type, shape and offsets.
 _HEADER_ENTRY = 120
 # transformers may write a stacked tensor as this many tensors per expert (gate and up).
 _TENSORS_PER_PARAMETER = 2
@@ -61,18 +61,18 @@ EXPERT_ROLES = (EXPERT_ROLE, "shared_expert")
 
 @dataclass(frozen=True)
 class Visits:
-    """How often experts were routed to.
+    """Routing counts of experts.
 
     Attributes:
-        tokens: Tokens that were looked at.
-        experts: Sparse layer (its position among them) -> tokens that visited each of its experts.
+        tokens: Tokens of the text.
+        experts: Tokens routed to each expert, by position of the sparse layer.
     """
 
     tokens: int
     experts: Mapping[int, Sequence[int]]
 
     def of(self, info: LinearInfo) -> int:
-        """Tokens that read a linear. An expert that none visited counts as visited once: no option is for free."""
+        """Tokens that read a linear. An unvisited expert counts as visited once, so that no option is free."""
         if isinstance(info, ExpertLinear):
             return max(int(self.experts[info.layer.index][info.expert]), 1)
         return self.tokens
@@ -81,7 +81,7 @@ class Visits:
 def routing_visits(
     loaded: LoadedModel, calibration: CalibrationSet, compute_dtype: torch.dtype | None = None
 ) -> Visits | None:
-    """How often every expert is routed to; None for a model without experts."""
+    """Tokens routed to every expert; None for a model without experts."""
     if not sparse_layers(loaded.model):
         return None
     dtype = compute_dtype or default_compute_dtype(loaded.device, loaded.dtype)
@@ -94,11 +94,11 @@ def routing_visits(
 
 @dataclass(frozen=True)
 class ExpertShares:
-    """What experts weigh where they are kept or removed.
+    """Costs of keeping experts.
 
     Attributes:
-        per_expert: For every layer, what one of its experts adds to the total.
-        fixed: What stays when every expert is gone.
+        per_expert: Cost of one expert, for every layer.
+        fixed: Cost of the model without any expert.
     """
 
     per_expert: tuple[int, ...]
@@ -106,7 +106,7 @@ class ExpertShares:
 
     @classmethod
     def of(cls, model: nn.Module, layers: Sequence[MoELayer], kind: str) -> ExpertShares:
-        """In experts, parameters, or bytes of all safetensors files (an upper bound, by the headers' digits)."""
+        """Shares in experts, parameters, or bytes of all safetensors files (an upper bound on headers)."""
         if kind == "experts":
             return cls((1,) * len(layers), 0)
         state = distinct_state(model)
@@ -119,7 +119,7 @@ class ExpertShares:
             return len(name) + _HEADER_ENTRY if header else 0
 
         total = sum(weigh(value) + entry(name) for name, value in state.items())
-        total += 4096 if header else 0  # alignment and the frame of the headers
+        total += 4096 if header else 0  # alignment, header lengths and metadata
         per_expert = []
         for layer in layers:
             share = 0
@@ -144,9 +144,9 @@ class Costs:
     Args:
         model: The model.
         plan: Groups, widths and grid.
-        kind: What is counted.
-        count: Over which linears bits are averaged.
-        visits: How often experts were visited; for ``active_bits``.
+        kind: Kind of the budget.
+        count: Linears that bits are averaged over.
+        visits: Routing counts of experts; for ``active_bits``.
         linears: All linears of the model, for ``size``.
     """
 
@@ -168,20 +168,22 @@ class Costs:
             raise ValueError(f"Quantization takes a budget of {', '.join(_KINDS)}, got {self.kind}.")
         if self.kind == "active_bits" and self.visits is None:
             raise ValueError(
-                "`active_bits` weighs experts by how often tokens are routed to them, and there is no routing: use "
-                "`bits` for a model without experts, and look at the routing of a model with some first."
+                "`active_bits` weighs experts by the tokens routed to them, but there are no routing counts: use "
+                "`bits` for a model without experts, or count the visits of experts first."
             )
         if self.count == "all":
             return
         if self.kind == "size":
-            raise ValueError("A size is that of the whole checkpoint; `count='experts'` goes with bits.")
+            raise ValueError(
+                "`size` counts the whole checkpoint; leave out `count='experts'`, which is for bits."
+            )
         if not self.plan.experts:
             raise ValueError("`count='experts'` needs a model with experts.")
         free = [group for group in self.plan.groups if not self.counts(group) and len(group.options) > 1]
         if free:
             raise ValueError(
-                f"Bits are counted over experts alone, so that {len(free)} other groups, such as {free[0].name}, "
-                "would cost nothing: lock them (`lock='attention=16'`), or count everything (`count='all'`)."
+                f"Bits are counted over experts alone, so {len(free)} other groups, such as {free[0].name}, would "
+                "cost nothing: lock them (`lock='attention=16'`), or count everything (`count='all'`)."
             )
 
     def counts(self, group: Group) -> bool:
@@ -194,7 +196,7 @@ class Costs:
 
     @cached_property
     def shares(self) -> ExpertShares:
-        """What experts weigh, where they are only kept or removed."""
+        """Costs of keeping experts, for plans that only keep or remove them."""
         return ExpertShares.of(self.model, self.plan.sparse_layers, self.kind)
 
     @cached_property
@@ -208,7 +210,7 @@ class Costs:
         stored_as, file = self.plan.format_of(info, option), self.plan.gguf
         if file is not None and self.kind in ("bpw", "size"):
             return file.linear_bytes(info, option.bits) * (8 if self.kind == "bpw" else 1)
-        if file is not None and stored_as == ORIGINAL:  # the file holds 16 bits, whatever the model's type
+        if file is not None and stored_as == ORIGINAL:  # 16 bits in the file, for any type of the model
             return 8 * file.linear_bytes(info, option.bits) * self.weight(info)
         if self.kind == "size":
             return option_bytes(info, stored_as, self._layout)
@@ -217,7 +219,7 @@ class Costs:
         return weight_bits(info, stored_as) * self.weight(info)
 
     def weight(self, info: LinearInfo) -> int:
-        """How often a linear counts: once, or as often as tokens read it."""
+        """Multiplier of a linear's cost: 1, or the tokens that read it."""
         return self.visits.of(info) if self.kind == "active_bits" and self.visits is not None else 1
 
     @cached_property
@@ -231,7 +233,7 @@ class Costs:
             if not self.counts(group):
                 rows.append([0] * len(self.plan.options))
                 continue
-            # Experts of a group have few shapes: each is worked out once.
+            # Experts of a group have few shapes: compute each once.
             shapes: dict[tuple[object, ...], int] = {}
             members: list[LinearInfo] = []
             for member in group.members:
@@ -250,7 +252,7 @@ class Costs:
 
     @cached_property
     def parameters(self) -> int:
-        """What an average is divided by: weights, each times the tokens that read it for active bits."""
+        """Divisor of an average: number of weights, for active bits each times the tokens that read it."""
         return sum(
             member.parameters * self.weight(member)
             for group in self.plan.groups
@@ -260,7 +262,7 @@ class Costs:
 
     @cached_property
     def fixed(self) -> int:
-        """What no choice changes: bytes or parameters of everything else."""
+        """Bytes or parameters that no choice changes."""
         if self.plan.removes_only:
             return self.shares.fixed
         if self.kind != "size":
@@ -271,11 +273,11 @@ class Costs:
         return fixed_bytes(self.model, names, self._layout, self.linears)
 
     def total(self, amount: Fraction) -> Fraction:
-        """A budget of packed weights as the user writes it, in the units of the matrix."""
+        """A user's budget of packed weights in the units of the matrix."""
         return amount - self.fixed if self.kind == "size" else amount * self.parameters
 
     def describe(self, units: float) -> str:
-        """Units of the matrix as the user counts them."""
+        """A number of units of the matrix in the user's terms."""
         if self.plan.removes_only:
             return f"{units:.1f} experts kept" if self.kind == "experts" else f"{units:,.0f} units"
         if self.kind == "size":
@@ -283,7 +285,7 @@ class Costs:
         return f"{units / self.parameters:.4f} {self.kind.replace('_', ' ')}"
 
     def _least(self, allowed: np.ndarray) -> np.ndarray:
-        """(N,) costs of the cheapest assignment that leaves every router the experts that it picks."""
+        """(N,) costs of the cheapest assignment that keeps each router's top-k experts."""
         plan, costs = self.plan, self.matrix
         most = costs.max(initial=0) + 1
         cheapest = np.where(allowed, costs, most).min(axis=1)
@@ -310,7 +312,7 @@ class Costs:
 
     @property
     def range(self) -> tuple[str, str]:
-        """The lowest and the highest budget, as a user would write them."""
+        """Lowest and highest feasible budget, as a user would write them."""
         allowed, costs = self.plan.allowed, self.matrix
         low = int(self._least(allowed).sum())
         high = int(np.where(allowed, costs, 0).max(axis=1).sum())
@@ -318,6 +320,6 @@ class Costs:
             return f"{low + self.fixed:,} {self.unit}", f"{high + self.fixed:,} {self.unit}"
         if self.kind == "size":
             return f"{low + self.fixed:,} bytes", f"{high + self.fixed:,} bytes"
-        # Rounded inwards, so that both ends can be asked for as they are printed.
+        # Rounded inwards, so that both printed ends are feasible.
         ends = ceil(Fraction(low, self.parameters) * 10**5), floor(Fraction(high, self.parameters) * 10**5)
         return f"{ends[0] / 10**5:g}", f"{ends[1] / 10**5:g}"

@@ -1,7 +1,7 @@
-"""A sample's forward and backward pass recorded as a CUDA graph and replayed with other numbers.
+"""A sample's forward and backward pass, recorded as a CUDA graph and replayed with other inputs.
 
-A sample launches thousands of kernels. Where layers are small, the host takes longer to launch them than the GPU to
-run them; a graph is launched at once.
+A sample launches thousands of kernels. If layers are small, launching them one by one takes longer than running
+them; a graph is launched at once.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 
 class NumbersOnDevice(TorchFunctionMode):
-    """Lets ``torch.tensor(number, device=...)`` write the number on the device instead of copying it there.
+    """Make ``torch.tensor(number, device=...)`` fill on the device instead of copying from the host.
 
-    A copy from the host cannot be recorded unless its source is pinned. Some models make their masks with one.
+    A copy from the host cannot be recorded unless its source is pinned. Some models build their masks with one.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call ``func``, or ``torch.full`` in its place."""
+        """Call ``func``, or ``torch.full`` instead of ``torch.tensor``."""
         given = dict(kwargs or {})
         number = bool(args) and isinstance(args[0], (bool, int, float))
         if func is torch.tensor and number and given.get("device") is not None:
@@ -38,16 +38,15 @@ class NumbersOnDevice(TorchFunctionMode):
 
 
 def captured(work: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Work as a graph that can be launched again, and its outputs, which every launch overwrites.
+    """A replayable graph of some work, and its outputs, which every replay overwrites.
 
     Raises:
-        RuntimeError: The work asks for something that cannot be recorded, such as a copy that the host waits for.
+        RuntimeError: The work cannot be recorded, for example because it contains a synchronous copy.
         torch.OutOfMemoryError: There is not enough memory to record it.
     """
-    work()  # once without recording: what is compiled or allocated for good is so now
+    work()  # once without recording, for compilation and permanent allocations
     graph = torch.cuda.CUDAGraph()
-    # The outer context: a graph is recorded on the current GPU, whichever that is, and a recording that fails would
-    # leave the host on the stream that it was made on.
+    # The outer context selects the GPU to record on, and restores the current stream if recording fails.
     stream = torch.cuda.current_stream(device)
     with torch.cuda.stream(stream), torch.cuda.graph(graph), NumbersOnDevice():
         outputs = work()
@@ -55,18 +54,18 @@ def captured(work: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
 
 
 class Recording:
-    """Work on tensors of one device, launched once and replayed from then on.
+    """Recorded work on tensors of one device, replayed by each call.
 
-    Memory that the work takes on its way is kept for the next replay, as long as the recording lives.
+    Temporary memory of the work stays allocated for the next replay, until the recording is freed.
 
     Args:
-        work: From the inputs to the outputs. All that it launches must depend on the inputs' values alone, and its
-            host code on nothing that changes.
-        inputs: Tensors of the shapes that it will be replayed with.
+        work: Function from inputs to outputs. Its kernels may depend on the inputs' values alone, and its host code
+            on nothing that changes.
+        inputs: Tensors of the shapes of every replay.
 
     Raises:
         RuntimeError: As for :func:`captured`.
-        torch.OutOfMemoryError: Likewise.
+        torch.OutOfMemoryError: As for :func:`captured`.
     """
 
     @staticmethod
@@ -79,7 +78,7 @@ class Recording:
         self._graph, self._outputs = captured(lambda: work(*self._inputs), self._inputs[0].device)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The outputs for other inputs; nobody waits for them, and the next replay leaves them alone."""
+        """Outputs for other inputs, asynchronously; the next replay does not overwrite them."""
         for kept, given in zip(self._inputs, inputs, strict=True):
             kept.copy_(given, non_blocking=True)
         self._graph.replay()

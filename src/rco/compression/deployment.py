@@ -1,4 +1,4 @@
-"""From chosen widths to what is written, packed, and to what an engine computes with, decoded."""
+"""Packed weights of a choice of widths for export, and decoded ones for computation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Choices = Mapping[str, Format]  # linear name -> option
 def chosen_weights(
     plan: CompressionPlan, packed: Mapping[str, Mapping[str, Stored]], choices: Choices
 ) -> dict[str, Stored]:
-    """The packed weight of every quantized linear; those left alone are missing."""
+    """The packed weight of every quantized linear."""
     return {
         info.name: packed_candidate(packed, info, plan.label(choices[info.name]))
         for info in plan.linears
@@ -35,9 +35,9 @@ def chosen_weights(
 
 
 def written_names(plan: CompressionPlan, choices: Choices) -> dict[str, LinearInfo]:
-    """The linears that are in the checkpoint: all that are planned, but for pruned experts.
+    """Linears of the checkpoint by their names there: all planned ones except pruned experts.
 
-    Experts that follow a pruned one have moved up.
+    Experts after a pruned one are renumbered.
     """
     kept = kept_experts(plan, choices)
     found: dict[str, LinearInfo] = {}
@@ -57,7 +57,7 @@ def deploy(
     packed: Mapping[str, Mapping[str, Stored]],
     choices: Choices,
 ) -> tuple[LoadedModel, dict[str, Stored]]:
-    """What is exported: the model without its pruned experts, and the packed weights by their names there."""
+    """The export: the model without its pruned experts, and the packed weights by their names in it."""
     weights, written = chosen_weights(plan, packed, choices), written_names(plan, choices)
     kept = kept_experts(plan, choices)
     named = {name: weights[info.name] for name, info in written.items() if info.name in weights}
@@ -73,9 +73,9 @@ def deploy(
 
 
 def decode_into(loaded: LoadedModel, weights: Mapping[str, Stored]) -> None:
-    """Give a model the decoded values of packed weights: bit for bit those that the checkpoint loads as.
+    """Replace a model's weights by decoded packed ones, bit for bit as the checkpoint loads.
 
-    All are decoded before the first is put in place, so that a failure leaves the model as it was.
+    All are decoded before the first is replaced, so that a failure leaves the model unchanged.
 
     Args:
         loaded: The model, without pruned experts; changed in place.
@@ -86,7 +86,7 @@ def decode_into(loaded: LoadedModel, weights: Mapping[str, Stored]) -> None:
 
 
 def _decoded(loaded: LoadedModel, weights: Mapping[str, Stored]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Parameters and their new values; experts whose weights stay are in them as they were."""
+    """Parameters and their new values; unquantized experts of a stack keep their values."""
     linears = {info.name: info for info in model_linears(loaded.layout, loaded.model, include_head=True)}
     stacks: dict[str, tuple[nn.Parameter, Tensor]] = {}
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What each serving engine loads: its rules stated once, for plans beforehand and checkpoints afterwards."""
+"""Rules of the serving engines, for checking plans before a search and checkpoints after it."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from rco.formats.integer import IntegerGrid
 __all__ = ["ENGINES", "Engine", "ExpertGroups", "find_engine"]
 
 ExpertGroups = Literal["expert", "projection", "layer", "layer-projection", "model"]
-"""What shares a width: an expert's three matrices; its gate and up (down by itself); all experts of a layer; one
+"""Matrices that share a width: an expert's three; its gate and up (down by itself); all experts of a layer; one
 projection of all experts of a layer; all experts."""
 
-_PACKED = frozenset(range(1, 9))  # what the format can hold
+_PACKED = frozenset(range(1, 9))  # widths of the format
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine takes: of compressed-tensors checkpoints (weights only), or of GGUF files.
+    """Supported compressed-tensors checkpoints (weights only) or GGUF files of an engine.
 
     Attributes:
-        name: What the user types.
-        note: The rules in a line.
-        symmetric_bits: Widths it takes on a symmetric grid.
-        asymmetric_bits: Widths it takes with zero points.
-        group_sizes: Group sizes it takes, None standing for one scale per channel; empty for any.
-        fused: It merges some linears into one matrix, which then needs one scheme.
-        experts: The finest grouping of experts that it loads.
-        asymmetric_experts: It takes zero points in experts.
-        gguf: It reads GGUF files, whose types bring their own grids: widths alone are chosen.
-        method: How candidates come nearest to what it runs.
-        format: What is written for it.
+        name: Name on the command line.
+        note: The rules in one line.
+        symmetric_bits: Supported widths without zero points.
+        asymmetric_bits: Supported widths with zero points.
+        group_sizes: Supported group sizes, None for one scale per channel; empty for any.
+        fused: Whether some linears are merged into one matrix, which then needs one scheme.
+        experts: The finest supported grouping of experts.
+        asymmetric_experts: Whether experts may have zero points.
+        gguf: Whether the engine reads GGUF files, whose types have their own grids: only widths are chosen.
+        method: Rounding method of candidates that is closest to the engine's weights.
+        format: Default export format.
     """
 
     name: str
@@ -51,11 +51,11 @@ class Engine:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """What is on offer unless something else is asked for: from 2 bits, all that it takes on some grid."""
+        """Default widths: all supported ones from 2 bits."""
         return tuple(sorted(width for width in self.symmetric_bits | self.asymmetric_bits if width > 1))
 
     def refusal(self, scheme: Format) -> str | None:
-        """Why it does not take a scheme; None if it does."""
+        """Reason why a scheme is unsupported; None if it is supported."""
         if not isinstance(scheme, IntegerGrid):
             return None
         widths = self.symmetric_bits if scheme.symmetric else self.asymmetric_bits
@@ -76,7 +76,7 @@ def _listed(values: Iterable[int | None]) -> str:
 ENGINES: dict[str, Engine] = {
     engine.name: engine
     for engine in (
-        Engine("any", "no engine's rules: whatever can be packed"),
+        Engine("any", "no restrictions: all widths that can be packed"),
         Engine(
             "transformers",
             "unpacked at load, any width; all experts share a scheme, without zero points",
@@ -118,10 +118,10 @@ ENGINES: dict[str, Engine] = {
 
 
 def find_engine(name: str) -> Engine:
-    """The engine of that name.
+    """The engine of a name.
 
     Raises:
-        ValueError: There is none; the message lists them.
+        ValueError: The name is unknown; the message lists the known ones.
     """
     if name not in ENGINES:
         raise ValueError(f"Unknown engine {name!r}; `serve` takes {', '.join(ENGINES)}.")

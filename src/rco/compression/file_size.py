@@ -1,15 +1,14 @@
-"""What a choice costs on disk, exactly: tensors, bytes and bits of each option of each linear.
+"""Exact costs of options on disk: tensors, bytes and bits of each option of each linear.
 
-Three ways to count, one for each kind of budget:
+Three counts, one for each kind of budget:
 
 * :func:`weight_bits`: parameters times width, as papers count;
 * :func:`stored_bits`: codes (padded to whole words), scales and zero points, as they are stored;
 * :func:`option_bytes` and :func:`fixed_bytes`: the whole of all ``*.safetensors`` files, headers included. The
   index of a sharded checkpoint, the config and the tokenizer do not count.
 
-The last one is an upper bound, because the digits of an offset depend on what lies before it: never below the
-written size, and above it by a few bytes per tensor.
-:func:`checkpoint_bytes` is exact once the allocation is known.
+The last one is an upper bound, because the digits of an offset depend on the tensors before it: it exceeds the
+written size by at most a few bytes per tensor. :func:`checkpoint_bytes` is exact once the allocation is known.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ _BINARY_UNITS = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 class LinearLike(Protocol):
-    """What accounting must know of a linear; :class:`rco.models.layout.LinearInfo` has it."""
+    """Attributes of a linear for accounting, such as :class:`rco.models.layout.LinearInfo`."""
 
     @property
     def name(self) -> str:
@@ -77,7 +76,7 @@ class LinearLike(Protocol):
 
     @property
     def stored_name(self) -> str:
-        """Its name in a checkpoint, which may differ from that in the model."""
+        """Name in a checkpoint, which may differ from the name in the model."""
         ...
 
     @property
@@ -92,12 +91,12 @@ class LinearLike(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """The full-precision weight; only its type is looked at."""
+        """The full-precision weight; only its type is used."""
         ...
 
     @property
     def stored_in(self) -> str:
-        """Entry of the model's state dict that holds it; several experts share one."""
+        """Entry of the model's state dict that holds the weight; several experts share one."""
         ...
 
 
@@ -115,11 +114,11 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Bytes of the data."""
         return prod(self.shape) * self.dtype.itemsize
 
     def entry(self, start: int) -> str:
-        """Its part of the header when its data begin at ``start``."""
+        """Header entry for data that begin at ``start``."""
         shape = ",".join(map(str, self.shape))
         return (
             f'{json.dumps(self.name)}:{{"dtype":"{DTYPE_NAMES[self.dtype]}","shape":[{shape}],'
@@ -127,19 +126,19 @@ class TensorSpec:
         )
 
     def header_bytes(self, digits: int) -> int:
-        """Most bytes that it adds to a header, its comma included, when offsets have at most ``digits`` digits."""
+        """Most bytes of the header entry, comma included, for offsets of at most ``digits`` digits."""
         shortest = len(self.entry(0).encode()) - 1 - len(str(self.nbytes))
         return shortest + 2 * digits + 1
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """How a checkpoint is cut into files: what the bound on its size must know in advance.
+    """Division of a checkpoint into files, as far as the bound on its size depends on it.
 
     Attributes:
         digits: Digits of the largest offset that can occur.
         max_shard_bytes: Data bytes after which a new file begins.
-        dense_bytes: Data bytes of the model as it is.
+        dense_bytes: Data bytes of the uncompressed model.
     """
 
     digits: int
@@ -192,7 +191,7 @@ def parse_size(size: int | str) -> int:
 
 
 def option_tensors(linear: LinearLike, option: Format) -> list[TensorSpec]:
-    """The tensors that stand for a linear's weight (its bias is stored as ever)."""
+    """Tensors that store a linear's weight (its bias is stored unchanged)."""
     shape = (linear.out_features, linear.in_features)
     layout = option.on(linear.in_features).layout(shape, linear.weight.dtype)
     return [
@@ -207,7 +206,7 @@ def option_bytes(linear: LinearLike, option: Format, layout: FileLayout) -> int:
 
 
 def weight_bits(linear: LinearLike, option: Format) -> int:
-    """Parameters times width. A weight left alone counts at the width of its own type."""
+    """Parameters times width. An unquantized weight counts at the width of its type."""
     width = linear.weight.dtype.itemsize * 8 if option == ORIGINAL else option.bits
     return linear.out_features * linear.in_features * width
 
@@ -222,12 +221,12 @@ def stored_bits(linear: LinearLike, option: Format) -> int:
 
 
 def stored_tensors(model: nn.Module, linears: Iterable[LinearLike] = ()) -> list[TensorSpec]:
-    """Every tensor of a model's plain checkpoint, in order; a tied weight once, under its first name.
+    """Every tensor of a model's unquantized checkpoint, in order; a tied weight once, under its first name.
 
     Args:
         model: The model.
-        linears: Those among them that the model keeps stacked in one tensor (experts) are listed one by one, as
-            checkpoints hold them.
+        linears: Linears, of which those stacked in one tensor of the model (experts) are listed one by one, as in
+            checkpoints.
     """
     parts: dict[str, list[LinearLike]] = {}
     for linear in linears:
@@ -257,9 +256,9 @@ def distinct_state(model: nn.Module) -> dict[str, Tensor]:
 def fixed_tensors(
     model: nn.Module, quantized: Collection[str], linears: Iterable[LinearLike] = ()
 ) -> list[TensorSpec]:
-    """The tensors that no choice changes: all but the weights of the named linears.
+    """Tensors that no choice changes: all but the weights of the named linears.
 
-    A tied output layer that is quantized leaves the embedding where it is. ``linears`` is as for
+    Quantizing a tied output layer leaves the embedding in place. ``linears`` is as for
     :func:`stored_tensors`.
     """
     tensors, rename = stored_tensors(model, linears), stored_names(model)
@@ -300,7 +299,7 @@ def plan_shards(tensors: Iterable[TensorSpec], max_shard_size: int | str = "5GB"
 
 
 def safetensors_header(shard: Sequence[TensorSpec]) -> bytes:
-    """Everything of a safetensors file before its data: length and header, padded to 8 bytes."""
+    """Length and header of a safetensors file, padded to 8 bytes."""
     entries, start = [_METADATA], 0
     for spec in shard:
         entries.append(spec.entry(start))
@@ -316,7 +315,7 @@ def checkpoint_bytes(
     options: Mapping[str, Format],
     max_shard_size: int | str = "5GB",
 ) -> int:
-    """Exact bytes of all safetensors files for one format per linear (those not named stay as they are)."""
+    """Exact bytes of all safetensors files for one format per linear; unnamed linears are unquantized."""
     tensors = allocation_tensors(model, linears, options)
     return sum(
         len(safetensors_header(shard)) + sum(spec.nbytes for spec in shard)
@@ -327,7 +326,7 @@ def checkpoint_bytes(
 def allocation_tensors(
     model: nn.Module, linears: Iterable[LinearLike], options: Mapping[str, Format]
 ) -> list[TensorSpec]:
-    """The tensors of a checkpoint in the order they are written: each weight's packed form takes its place."""
+    """Tensors of a checkpoint in writing order: packed tensors take the place of their weight."""
     linears = list(linears)
     packed = {
         linear.stored_name: option_tensors(linear, options[linear.name])
@@ -337,6 +336,6 @@ def allocation_tensors(
     tensors: list[TensorSpec] = []
     for spec in stored_tensors(model, linears):
         tensors += packed.pop(spec.name.removesuffix(".weight"), [spec])
-    for rest in packed.values():  # a tied output layer is no tensor of its own until it is quantized
+    for rest in packed.values():  # a tied output layer has its own tensor only if quantized
         tensors += rest
     return tensors

@@ -1,11 +1,11 @@
 """llama.cpp's block types as options, and exact bytes of an allocation in a GGUF file.
 
-A GGUF tensor is stored row by row in blocks. The K types hold 256 weights in a block, so a row must divide by 256;
-llama.cpp quietly writes another type where it does not. Plans never rely on that: rows of 256 choose among the K
-types, other rows of 32 among the plain ones, and any other row stays at 16 bits.
+A GGUF tensor is stored row by row in blocks. The K types hold 256 weights in a block, so the length of a row
+must be a multiple of 256; otherwise llama.cpp silently writes another type. Plans never rely on that: multiples of
+256 use the K types, other multiples of 32 the plain ones, and all other rows stay at 16 bits.
 
-Sizes are those of tensor data in whole blocks. The file has metadata on top (mostly the tokenizer's, the same for
-every allocation), which is made by llama.cpp's converter and not counted.
+Sizes are those of tensor data in whole blocks. The file also has metadata (mostly of the tokenizer, the same
+for every allocation), which llama.cpp's converter writes and which is not counted.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class BlockType:
         name: As llama.cpp's programs read and print it.
         block: Weights per block.
         block_bytes: Bytes per block: codes, scales and minima.
-        scheme: The grid that candidates for it are made with: the same codes, the same weights per scale. Scales
-            that the K types quantize once more inside a block of 256 stay exact in the candidates.
+        scheme: Grid of its candidates: the same codes and weights per scale. The K types also quantize the scales
+            inside a block of 256; the candidates keep them exact.
     """
 
     name: str
@@ -49,11 +49,11 @@ class BlockType:
 
     @property
     def bits_per_weight(self) -> Fraction:
-        """Everything a weight takes, scales included."""
+        """Bits per weight, scales included."""
         return Fraction(8 * self.block_bytes, self.block)
 
     def fits(self, columns: int) -> bool:
-        """Whether a row of that length is whole blocks."""
+        """Whether a row of that length consists of whole blocks."""
         return columns % self.block == 0
 
     def tensor_bytes(self, rows: int, columns: int) -> int:
@@ -88,18 +88,18 @@ _OF_256 = {2: "q2_k", 3: "q3_k", 4: "q4_k", 5: "q5_k", 6: "q6_k", 8: "q8_0"}
 _OF_32 = {4: "q4_0", 5: "q5_0", 8: "q8_0"}
 GGUF_WIDTHS = tuple(_OF_256)
 
-# What llama.cpp writes instead where a row is no multiple of 256, as of the release named in docs/engines.md.
-# Earlier ones give iq4_nl, of the same size, for q2_k and q3_k.
+# Fallback types of llama.cpp for rows that are not a multiple of 256, as of the release named in docs/engines.md.
+# Earlier releases use iq4_nl, of the same size, for q2_k and q3_k.
 _FALLBACK = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 
 
 def block_type(width: int, columns: int, dense: str = "f16") -> BlockType | None:
-    """The type that stands for a width on rows of that length; None where llama.cpp has none.
+    """Block type of a width for rows of that length; None if llama.cpp has none.
 
     Args:
-        width: Bits of a code, 16 for a weight that is left alone.
+        width: Bits of a code, 16 for an unquantized weight.
         columns: Length of a row in the file.
-        dense: Type of what is left alone, ``f16`` or ``bf16``.
+        dense: Type of unquantized weights, ``f16`` or ``bf16``.
     """
     if width == 16:
         return BLOCK_TYPES[dense]
@@ -109,25 +109,25 @@ def block_type(width: int, columns: int, dense: str = "f16") -> BlockType | None
 
 
 def written_type(asked: str, columns: int) -> BlockType:
-    """The type that llama.cpp writes when a recipe asks for one: the same, or its fallback."""
+    """The type that llama.cpp writes for a requested one: the same, or its fallback."""
     kind = BLOCK_TYPES[asked]
     if not kind.fits(columns):
         kind = BLOCK_TYPES[_FALLBACK.get(asked, asked)]
     return kind if kind.fits(columns) else BLOCK_TYPES["f16"]
 
 
-ALIGNMENT = 32  # every tensor begins at a multiple of it
+ALIGNMENT = 32  # bytes; every tensor begins at a multiple
 _PLAIN_BLOCK = 32
 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """The tensors that llama.cpp will hold of a model, and the types that its linears may take.
+    """Tensors of a model in a GGUF file, and the types that its linears may take.
 
     Attributes:
         layout: Row of the architecture table.
         tensors: Every tensor by its name in the file.
-        dense: Type of what is left alone.
+        dense: Type of unquantized tensors.
     """
 
     layout: Layout
@@ -136,7 +136,7 @@ class GGUFFile:
 
     @classmethod
     def of(cls, layout: Layout, model: nn.Module) -> GGUFFile:
-        """The file of a model; what is left alone keeps 16 bits, as bfloat16 where the model has it."""
+        """The file of a model; unquantized tensors have 16 bits, bfloat16 if the model does."""
         shapes = {name: tuple(value.shape) for name, value in distinct_state(model).items()}
         config: Any = model.config
         found = gguf_tensors(layout, config.get_text_config(), shapes)
@@ -146,34 +146,34 @@ class GGUFFile:
         )
 
     def type_of(self, linear: LinearLike, width: int) -> BlockType | None:
-        """The type that a width means for a linear; None where llama.cpp has none that fits its rows.
+        """Block type of a width for a linear; None if llama.cpp has none that fits its rows.
 
-        A linear that the converter splits into several tensors takes a type that fits the rows of all of them.
+        If the converter splits a linear into several tensors, the type fits the rows of all of them.
         """
         names = gguf_names(self.layout, linear.name)
         columns = gcd(*(self.tensors[name].columns for name in names if name in self.tensors))
         return block_type(width, columns or linear.in_features, self.dense)
 
     def scheme_of(self, linear: LinearLike, width: int) -> Format:
-        """The grid of the candidates for a width; where there is no type, one that nobody may choose."""
+        """Grid of the candidates for a width; without a block type, a placeholder that cannot be chosen."""
         kind = self.type_of(linear, width)
         return IntegerGrid(width, _PLAIN_BLOCK, symmetric=True) if kind is None else kind.scheme
 
     def linear_bytes(self, linear: LinearLike, width: int) -> int:
-        """Bytes of a linear's weight at a width; where there is no type, as many as one would take."""
+        """Bytes of a linear's weight at a width; without a block type, a nominal number."""
         kind, weights = self.type_of(linear, width), linear.in_features * linear.out_features
         if kind is None:
             return weights * (2 * width + 1) // 16
         return weights // kind.block * kind.block_bytes  # a block never crosses a row
 
     def fixed_bytes(self, linears: Collection[LinearLike]) -> int:
-        """Bytes of all other tensors, and the most that gaps between tensors can take."""
+        """Bytes of all other tensors, plus the most that gaps between tensors can take."""
         everything = sum(self.tensor_bytes({}).values())
         searched = sum(self.linear_bytes(linear, 16) for linear in linears)
         return everything - searched + (ALIGNMENT - 1) * len(self.tensors)
 
     def tensor_bytes(self, types: Mapping[str, BlockType]) -> dict[str, int]:
-        """Data bytes of every tensor when some have these types and the others are left alone."""
+        """Data bytes of every tensor; those not in ``types`` are unquantized."""
         return {
             name: self._type(tensor, types).tensor_bytes(tensor.rows, tensor.columns)
             for name, tensor in self.tensors.items()

@@ -1,4 +1,4 @@
-"""The loss a search minimises on a language model: KL to the full model, or cross-entropy, on calibration text."""
+"""Loss of a search on a language model: KL to the full model, or cross-entropy, on calibration text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Reference:
 
 
 class OptionErrors(Protocol):
-    """What is known of every option without running the model."""
+    """Errors of every option, known without running the model."""
 
     def option_errors(self) -> Tensor:
         """(N, K) relative squared errors of the weights."""
@@ -70,10 +70,10 @@ class SetGates(Protocol):
 
         Args:
             gates: One-hot rows that may carry gradient.
-            values: The same numbers in host memory, where the gates are on a device: choices are read off them,
-                so that nobody waits.
-            recorded: What is launched will be launched again with other gates: choices are read off the gates where
-                they are, when they are needed. Only where a :class:`LanguageModelObjective` was told that it may.
+            values: Copy of the gates in host memory, if they are on a device: choices are read from it, without
+                synchronization.
+            recorded: The kernels will be replayed with other gates, so choices are read from the gates on the
+                device. Only if :class:`LanguageModelObjective` has a ``check_recorded``.
         """
         ...
 
@@ -82,18 +82,18 @@ class Disturb(Protocol):
     """Adds noise to the weights of one group, inside a context."""
 
     def __call__(self, group: int, squared_error: float, seed: int) -> AbstractContextManager[None]:
-        """The noise's square is ``squared_error`` times that of the weights under the present gates."""
+        """Noise whose square is ``squared_error`` times that of the weights under the present gates."""
         ...
 
 
 @dataclass(frozen=True)
 class _Text:
-    """A batch of sequences: what the model reads, where it is, and what is asked about it, in host memory."""
+    """A batch of sequences: the model's inputs on its device, targets and mask in host memory."""
 
     tokens: Tensor  # (B, L) on the model's device
-    reference: Tensor | None  # (B, L, H) likewise
+    reference: Tensor | None  # (B, L, H) on the model's device
     following: Tensor  # (B, L - 1) the tokens to be predicted
-    mask: Tensor  # (B, L - 1) what counts, known without asking the device
+    mask: Tensor  # (B, L - 1) predictions that count, read without synchronization
 
 
 class LanguageModelObjective(Objective):
@@ -109,16 +109,16 @@ class LanguageModelObjective(Objective):
         batch_size: Sequences per batch.
         top_k: Coarsen the KL to the reference's k likeliest tokens and one bucket for the rest.
         selection: The same on the held-back sequences.
-        curvature: (N, K, K) second-order cost of a switch, if it is known.
-        errors: Makes the tables that some methods ask for; None: there are none.
-        room: What the model's backward pass makes room for without knowing how much it needs; None: nothing.
-        disturb: Adds noise to one group's weights inside its context; None: it cannot be done.
+        curvature: (N, K, K) second-order cost of a switch, if known.
+        errors: Computes tables of errors that some methods need; None: there are none.
+        room: Buffer of the model's backward pass, of a size estimated in advance; None: no buffer.
+        disturb: Adds noise to one group's weights inside its context; None: not supported.
         group_blocks: Block of the model that every group is in; None: some group is in none.
-        check_recorded: Refuses gates (N, K), in host memory, that cannot be set. Given where samples may be
-            recorded as a CUDA graph, which is replayed without anybody looking at the gates; None: they may not.
+        check_recorded: Raises for gates (N, K), in host memory, that cannot be set. Given if samples may be
+            recorded as a CUDA graph, which is replayed without any check of the gates; None: no recording.
 
     Attributes:
-        room: As given.
+        room: The argument.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class LanguageModelObjective(Objective):
         self._disturb = disturb
         if group_blocks is not None:
             self.group_blocks = list(group_blocks)
-        # Only where sequences count as a whole, as plain text does: others differ in how many tokens they ask for.
+        # Only if every token counts, as in plain text: otherwise the number of predictions differs by sequence.
         whole = bool(calibration.mask[:, :-1].all()) and reference is not None
         self._check_recorded = check_recorded if whole else None
         self._recording: tuple[Recording, UsedRoom | None] | None = None
@@ -175,12 +175,12 @@ class LanguageModelObjective(Objective):
 
     @property
     def samples_redone(self) -> int:
-        """Samples launched with too little room for what they needed, and therefore done twice."""
+        """Samples that were repeated because their buffer was too small."""
         return 0 if self.room is None else self.room.too_small
 
     @cached_property
     def option_errors(self) -> Tensor:
-        """(N, K) squared error of every option's weights as a part of the full weights' square."""
+        """(N, K) squared error of every option's weights relative to the squared full weights."""
         return self._known_errors().option_errors()
 
     @cached_property
@@ -200,22 +200,20 @@ class LanguageModelObjective(Objective):
     def noisy_loss(self, gates: Tensor, batch: int, group: int, squared_error: float, seed: int) -> Tensor:
         """Loss on one batch with noise of a relative squared error on the weights of one group."""
         if self._disturb is None:
-            raise ValueError(
-                "This objective's groups have no weights that noise could be added to; use higgs."
-            )
+            raise ValueError("This objective has no groups to whose weights noise can be added; use higgs.")
         self._set_gates(gates)
         with self._disturb(group, squared_error, seed):
             return self._loss(gates, None, batch)
 
     @torch.no_grad()
     def acceptance(self, gates: Tensor, batch: int) -> Tensor:
-        """Share of the compressed model's tokens that the full model would accept: mean overlap of the two.
+        """Expected acceptance: mean overlap ``sum_v min(p_v, q_v)`` of the compressed and the full model.
 
-        That is the probability with which speculative decoding keeps a drafted token, ``sum_v min(p_v, q_v)``.
+        It is the probability with which speculative decoding keeps a drafted token.
         """
         text = self._text(batch)
         if text.reference is None:
-            raise ValueError("The acceptance compares with the full model; use the KL as the loss.")
+            raise ValueError("Acceptance needs the full model's predictions; use `loss='kl'`.")
         mask = text.mask.to(self._loaded.device)
         self._set_gates(gates)
         hidden = self._loaded.layout.final_hidden(self._loaded.model, text.tokens)[:, :-1][mask]
@@ -228,10 +226,10 @@ class LanguageModelObjective(Objective):
         return overlap / max(len(hidden), 1)
 
     def enqueue(self, gates: Tensor, batch: int) -> Callable[[], tuple[float, Tensor]]:
-        """Launch the loss on one batch and its gradient; what is returned waits for them.
+        """Launch the loss on one batch and its gradient; the returned function waits for them.
 
-        The gates go to the model's device and their gradient stays there, so that nothing has to be waited for
-        within a sample or between two of them. What is kept of a sample is its loss and its gradient.
+        The gates go to the model's device and their gradient stays there, so there is no synchronization within or
+        between samples. Only the loss and the gradient of a sample are kept.
         """
         values, room = gates.detach(), self.room
         placed, text = self._placed(values), self._text(batch)
@@ -240,7 +238,7 @@ class LanguageModelObjective(Objective):
         def answer() -> tuple[float, Tensor]:
             loss, gradient, used = found
             if room is not None and used is not None and not room.settle(used):
-                self.forget_recording()  # it has no more room than this sample had
+                self.forget_recording()  # its buffer is as small as this sample's
                 again = self._placed(values), values, self._text(batch)
                 loss, gradient, _ = self._launch(*again, counted=True)
             self._answered = True
@@ -249,20 +247,20 @@ class LanguageModelObjective(Objective):
         return answer
 
     def forget_recording(self) -> None:
-        """Give back the memory of a recorded sample; the next one is recorded anew."""
+        """Free the memory of a recorded sample; the next sample is recorded again."""
         self._recording = None
 
     def _placed(self, values: Tensor) -> Tensor:
-        """Gates where the model is."""
+        """Gates on the model's device."""
         # Not every device has the gates' float64.
         return send(values.float() if self._loaded.device.type == "mps" else values, self._loaded.device)
 
     def _launch(
         self, gates: Tensor, values: Tensor, text: _Text, *, recorded: bool = False, counted: bool = False
     ) -> tuple[Tensor, Tensor, UsedRoom | None]:
-        """A sample's loss, its gradient in the gates, and the room that it used.
+        """A sample's loss, its gradient in the gates, and the part of the buffer that it used.
 
-        ``counted``, it makes just the room that it needs, and the host waits for the number in every layer.
+        With ``counted`` the buffer has exactly the needed size, at the price of one synchronization per layer.
         """
         leaf, room = gates.detach().requires_grad_(), self.room
         with nullcontext() if room is None or counted else room.sample(recorded) as used:
@@ -273,14 +271,14 @@ class LanguageModelObjective(Objective):
     def _replay(
         self, gates: Tensor, values: Tensor, text: _Text
     ) -> tuple[Tensor, Tensor, UsedRoom | None] | None:
-        """The same from a recording; None without one. It is made once a sample has shown how much room to make."""
+        """The same from a recording, or None; recorded once a sample has shown the needed size of the buffer."""
         if self._check_recorded is None or text.reference is None:
             return None
         if self.room is not None and not self._answered:
             return None
         if self._recording is None:
             if len(text.tokens) < min(self._batch_size, len(self._calibration.tokens)):
-                return None  # the last batch alone is so short: a recording of it would serve no other
+                return None  # only the last batch is this short, so a recording would not be reused
             self._recording = self._record(gates, values, text)
             if self._recording is None:
                 return None
@@ -303,7 +301,7 @@ class LanguageModelObjective(Objective):
         assert text.reference is not None
         try:
             return Recording(work, [gates, text.tokens, text.reference]), used
-        except RuntimeError as error:  # out of memory among them
+        except RuntimeError as error:  # includes out of memory
             self._check_recorded = None
             logger.warning(
                 "A sample could not be recorded as a CUDA graph (%s); samples are launched kernel by kernel.",
@@ -319,8 +317,8 @@ class LanguageModelObjective(Objective):
         tokens = send(ids, device)
         reference = None
         if self._reference is not None:
-            # Fetched ahead of the forward pass, so that the copy is over by the time it is needed; whole sequences,
-            # which are contiguous in pinned memory.
+            # Fetched before the forward pass, so that the copy overlaps with it; whole sequences, which are
+            # contiguous in pinned memory.
             reference = send(self._reference.hidden[rows], device)
         return _Text(tokens, reference, ids[:, 1:], self._calibration.mask[rows, :-1])
 

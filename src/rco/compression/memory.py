@@ -1,4 +1,4 @@
-"""Peak memory of a search, counted from shapes and a short pass of one block."""
+"""Peak memory of a search, computed from shapes and a short pass of one block."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class SearchMemory:
     """Bytes on the model's device.
 
     Attributes:
-        weights: Parameters that stay on the device: all but the linears of which packed options alone are read.
-        originals: Those linears; in host memory while a GPU searches, on the device for the sensitivities.
+        weights: Parameters that stay on the device: all but the linears with packed options alone.
+        originals: Those linears; in host memory during a search on a GPU, on the device for the sensitivities.
         candidates: Packed options, or the buffers that they stream through.
-        activations: What the backward pass needs.
+        activations: Tensors kept for the backward pass.
         workspace: Dense weight and its gradient (of all experts of a layer), the loss's chunks of logits; on a GPU
-            also what the allocator has taken and cannot fill.
+            also fragmentation of the allocator.
     """
 
     weights: int
@@ -52,7 +52,7 @@ class SearchMemory:
 
     @property
     def search(self) -> int:
-        """Peak of a step, the originals in host memory."""
+        """Peak of a step, with the originals in host memory."""
         return self.weights + self.candidates + self.activations + self.workspace
 
     @property
@@ -70,9 +70,9 @@ def saved_bytes_per_token(
 
     Args:
         loaded: The model.
-        linears: Those whose weights want a gradient.
+        linears: Linears whose weights require a gradient.
         dtype: Type of the computation.
-        gated: Experts run by their gates, which want a gradient, too.
+        gated: Whether experts run under gates that require a gradient.
     """
     norm = loaded.layout.final_norm(loaded.model)
     layers = moe_layers(loaded.model) if gated else ()
@@ -86,7 +86,7 @@ def saved_bytes_per_token(
             ]
             sparse = [layer.index for layer in layers if layer.decoder_index == index]
             with _open_gates(loaded, sparse) if sparse else nullcontext(), _wanting_gradients(weights):
-                if index == 0:  # the embedding wants no gradient
+                if index == 0:  # the embedding needs no gradient
                     total += _saved_bytes(lone, lone.held, tokens, lone.hidden) / tokens
                     count -= 1
                 if count:
@@ -99,7 +99,7 @@ def saved_bytes_per_token(
 
 
 def probe_tokens(loaded: LoadedModel, index: int) -> int:
-    """Tokens that a block is probed with: fewer if it is large, to bound the work."""
+    """Number of tokens for probing a block: fewer for a large one, to bound the work."""
     parameters = sum(p.numel() for p in loaded.layout.blocks(loaded.model)[index][1].parameters())
     return max(_FEWEST_TOKENS, min(_PROBE_TOKENS, _PROBE_PRODUCTS // max(parameters, 1)))
 
@@ -107,7 +107,7 @@ def probe_tokens(loaded: LoadedModel, index: int) -> int:
 def _saved_bytes(
     work: Callable[[Tensor], Tensor], held: Iterable[Tensor], tokens: int, hidden: Tensor
 ) -> int:
-    """Bytes that autograd keeps for ``work``: not what is ``held`` anyway, nor what does not grow with tokens."""
+    """Bytes that autograd keeps for ``work``, without ``held`` tensors and those that do not grow with tokens."""
     owned = {tensor.untyped_storage().data_ptr() for tensor in held}
     found: dict[int, int] = {}
 
@@ -115,7 +115,7 @@ def _saved_bytes(
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned and tensor.numel() >= tokens:
             found[storage.data_ptr()] = storage.nbytes()
-        # Kept, so that its memory is not counted twice; detached, because a result that holds its own graph leaks.
+        # Returned, so that its memory is not reused and counted twice; detached, because holding its graph leaks.
         return tensor.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -136,7 +136,7 @@ def _wanting_gradients(weights: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _open_gates(loaded: LoadedModel, layers: Sequence[int]) -> Iterator[None]:
-    """All gates open, wanting a gradient, in these sparse layers."""
+    """Open all gates of these sparse layers, with gradients."""
     with expert_gates(loaded.model, only=layers) as gates:
         gates.set_gates(torch.ones(gates.num_gates, device=loaded.device, requires_grad=True))
         yield
@@ -203,7 +203,7 @@ def search_memory(
 def _removal_memory(
     loaded: LoadedModel, tokens: int, dtype: torch.dtype, checkpointing: bool
 ) -> SearchMemory:
-    """Count the memory of a search step where experts are kept or removed."""
+    """Count the memory of a search step for plans that only keep or remove experts."""
     width = dtype.itemsize
     saved = int(saved_bytes_per_token(loaded, (), dtype, gated=True) * tokens)
     backward = max(_layer_backward(layer, tokens, probed=True) for layer in moe_layers(loaded.model)) * width
@@ -213,17 +213,17 @@ def _removal_memory(
 
 
 def _with_unfilled(counted: SearchMemory, device: torch.device) -> SearchMemory:
-    """With the gaps between tensors and the libraries' workspaces: about a GiB of a GPU, less of a small search."""
+    """Add fragmentation and the libraries' workspaces: about a GiB on a GPU, less for a small search."""
     unfilled = min(2**30, counted.search // 12) if device.type == "cuda" else 0
     return replace(counted, workspace=counted.workspace + unfilled)
 
 
 def _layer_backward(layer: MoELayer, tokens: int, probed: bool) -> int:
-    """Numbers that a sparse layer's backward pass holds beside what was saved for it and gradients of weights."""
+    """Elements that a sparse layer's backward pass holds beside saved tensors and gradients of weights."""
     weights = expert_weights(layer.experts)
     inner, hidden = weights.down.shape[1:]
-    # Every pair's output gradient, and its inner states and their gradients; the same of what pruned experts would
-    # have said, of which there are half as many (a quarter of the experts being pruned) and one per token.
+    # Every pair's output gradient, inner states and their gradients. The same for the probes of pruned experts:
+    # half as many pairs (for a quarter of the experts pruned), and one per token.
     pairs = tokens * layer.top_k
     probes = (pairs // 2 + tokens) * (2 * hidden + 5 * inner) if probed else 0
     return int(pairs * (hidden + 4 * inner) + probes)
@@ -232,13 +232,13 @@ def _layer_backward(layer: MoELayer, tokens: int, probed: bool) -> int:
 def _at_the_peak(
     loaded: LoadedModel, tokens: int, width: int, saved: int, backward: int, checkpointing: bool
 ) -> tuple[int, int]:
-    """Bytes kept for the backward pass, and the most that the loss or a layer's backward pass takes beside them."""
+    """Bytes kept for the backward pass, and peak of the loss or of a layer's backward pass beside them."""
     head = loaded.layout.head(loaded.model).weight
     blocks = max(len(loaded.layout.blocks(loaded.model)), 1)
     states = tokens * head.shape[1] * width
     allowance = LOGITS_BYTES * (2 if loaded.device.type == "cuda" else 1)
     rows = min(chunk_length(head.shape[0], allowance=allowance), tokens)
-    # Four buffers of float32 logits, and in a half type the slope that multiplies the output layer.
+    # Four buffers of float32 logits, and for a half type the gradient that multiplies the output layer.
     loss = rows * head.shape[0] * (16 + (width if width < 4 else 0)) + 3 * states
     if checkpointing:
         return blocks * states, max(loss, saved // blocks + backward)

@@ -1,4 +1,4 @@
-"""Errors of options, known without a search: of weights, of outputs of linears and of expert layers."""
+"""Errors of options without a search: of weights, of outputs of linears and of expert layers."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def layer_errors(
     experts_only: bool,
     stream: OptionStream | None = None,
 ) -> Tensor:
-    """(N, K) L2 norm of what a group's option does to the output of its layer, its members one at a time, summed.
+    """(N, K) L2 norm of the change in a layer's output by each option of a group, summed over single members.
 
     Args:
         model: The full model.
         plan: Groups and widths. Groups outside experts (shared ones are experts) have no such sensitivity.
-        packed: Candidates as the store gives them.
-        batches: Token ids, and a mask that says which of them count.
-        experts_only: Groups outside experts must be locked.
-        stream: Brings the candidates of experts from host memory, where they then are.
+        packed: Candidates from the store.
+        batches: Token ids, and a mask of those that count.
+        experts_only: Require that groups outside experts are locked.
+        stream: Streams the candidates of experts from host memory, if they are there.
 
     Raises:
-        ValueError: They are not.
+        ValueError: With ``experts_only``, another group has a choice.
     """
     others = [g for g in plan.groups if g.members[0].role not in EXPERT_ROLES and len(g.options) > 1]
     if others and experts_only:
         locks = " ".join(f"`lock='{role}=16'`" for role in sorted({g.members[0].role for g in others}))
         raise ValueError(
-            f"Layer-output sensitivities are those of experts; {len(others)} other groups, such as "
+            f"Layer-output sensitivities exist for experts only, and {len(others)} other groups, such as "
             f"{others[0].name}, have a choice: lock them ({locks})."
         )
     options, rows = expert_options(plan, packed, plan.options, stream=stream)
@@ -72,7 +72,7 @@ def _shared_options(
     packed: Mapping[str, Mapping[str, Stored]],
     columns: Sequence[Format],
 ) -> tuple[dict[int, SharedOptions], dict[int, dict[str, int]]]:
-    """The shared experts that have a choice, by sparse layer, and the row of the gates of each of their linears."""
+    """Shared experts that have a choice, by sparse layer, and the gate row of each of their linears."""
     by_block = {layer.decoder_index: layer for layer in layers if layer.shared is not None}
     linears: dict[int, dict[str, list[Stored | None]]] = {}
     rows: dict[int, dict[str, int]] = {}
@@ -91,9 +91,9 @@ def _shared_options(
 
 
 def recorded_errors(plan: CompressionPlan, store: CandidateStore, name: str) -> Tensor:
-    """(N, K) an error that was written down with the candidates, summed over a group's members.
+    """(N, K) a recorded error of the candidates, summed over a group's members.
 
-    The original weights have none, a pruned expert has all there is: 1.
+    The original weights have error 0, a pruned expert 1.
     """
 
     def error(info: LinearInfo, option: Format) -> float:
@@ -112,9 +112,9 @@ def recorded_errors(plan: CompressionPlan, store: CandidateStore, name: str) -> 
 def weight_errors(
     plan: CompressionPlan, packed: Mapping[str, Mapping[str, Stored]], device: torch.device
 ) -> Tensor:
-    """(N, K) squared error of every option's weights over the square of the full ones, in a group together.
+    """(N, K) squared error of a group's weights under every option, relative to the squared full weights.
 
-    Computed on a device, wherever weights and options are at the moment.
+    Computed on ``device``, wherever weights and options are stored.
     """
     errors = torch.zeros(len(plan.groups), len(plan.options), dtype=torch.float64)
     for row, group in enumerate(plan.groups):
@@ -133,7 +133,7 @@ def weight_errors(
 def weight_distances(
     plan: CompressionPlan, packed: Mapping[str, Mapping[str, Stored]], device: torch.device
 ) -> Tensor:
-    """(N, K) mean squared difference of every option's weights to those of the group's widest option.
+    """(N, K) mean squared difference of every option's weights from those of the group's widest option.
 
     Summed over a group's members; zero for options that a group does not have.
     """
@@ -155,7 +155,7 @@ def _option_weight(
     option: Format,
     device: torch.device,
 ) -> Tensor:
-    """The weights that a linear computes with under one option, in float32."""
+    """A linear's weights under one option, in float32."""
     if option not in (ORIGINAL, REMOVED):
         return packed_candidate(packed, member, plan.label(option)).to(device).dequantize(torch.float32)
     weight = member.weight.detach().to(device).float()

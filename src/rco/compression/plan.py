@@ -1,8 +1,7 @@
 """Groups of linears and the options that each group may take.
 
-An option is a format: one that packs the weights, the original one, or none at all for an expert that is removed.
-Locks, skips, ties and the rules of a serving engine all become part of the problem here, before any work, so that
-the engine loads whatever a search returns.
+An option is a format: a packed one, the original, or removal of an expert. Locks, skips, ties and the rules of a
+serving engine become constraints here, before any work, so that the engine loads every possible result.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ ROLES = ("attention", "mlp", EXPERT_ROLE, "shared_expert", "head")
 
 @dataclass(frozen=True)
 class Group:
-    """Linears that are stored alike."""
+    """Linears that share an option."""
 
     name: str
     members: tuple[LinearInfo, ...]
@@ -51,35 +50,35 @@ class Group:
 
     @property
     def block(self) -> int | None:
-        """The block that all members are in; None where there is no such block."""
+        """Block of all members; None if they are not in one block."""
         blocks = {member.block for member in self.members}
         return blocks.pop() if len(blocks) == 1 else None
 
     @property
     def parameters(self) -> int:
-        """Weights in the group."""
+        """Number of weights in the group."""
         return sum(member.parameters for member in self.members)
 
     @property
     def switched(self) -> bool:
-        """Whether it has packed options; others can only be left alone."""
+        """Whether the group has other options than the original weights."""
         return self.options != (ORIGINAL,)
 
 
 @dataclass(frozen=True)
 class CompressionPlan:
-    """Groups and the options on offer, one per column of the gates.
+    """Groups and options; an option is a column of the gates.
 
-    For GGUF files an option stands for a width; :meth:`format_of` gives the format that it means for a linear.
+    For GGUF files an option is a width; :meth:`format_of` gives the format of a linear at that width.
     """
 
     groups: tuple[Group, ...]
-    linears: tuple[LinearInfo, ...]  # of all groups, in the order of the model, whatever is tied
+    linears: tuple[LinearInfo, ...]  # of all groups, in the order of the model
     options: tuple[Format, ...]
     group_size: int | None
     symmetric: bool
     engine: Engine
-    skipped: tuple[str, ...] = field(default=())  # linears left alone and outside the budget
+    skipped: tuple[str, ...] = field(default=())  # unquantized linears outside the budget
     gguf: GGUFFile | None = None
 
     @property
@@ -88,13 +87,13 @@ class CompressionPlan:
         return tuple(option.bits for option in self.options)
 
     def format_of(self, info: LinearInfo, option: Format) -> Format:
-        """How a linear is stored under an option."""
+        """Format of a linear under an option."""
         if self.gguf is not None and option not in (ORIGINAL, REMOVED):
             return self.gguf.scheme_of(info, option.bits)
         return option
 
     def label(self, option: Format) -> str:
-        """Name of an option within the plan: its bits where they tell it from the others."""
+        """Name of an option within the plan: its bits if unique, else the format's name."""
         if self.removes_only:
             return "prune" if option == REMOVED else "keep"
         return str(option.bits) if self.widths.count(option.bits) == 1 else option.name
@@ -106,7 +105,7 @@ class CompressionPlan:
 
     @property
     def block_types(self) -> list[str]:
-        """The types of a GGUF file that there is a choice of; none for other plans."""
+        """Available types of a GGUF file; empty for other plans."""
         file = self.gguf
         if file is None:
             return []
@@ -116,7 +115,7 @@ class CompressionPlan:
 
     @property
     def removes_only(self) -> bool:
-        """Whether experts are kept or removed, and nothing is quantized."""
+        """Whether experts are only kept or removed, with nothing quantized."""
         return not self.packed
 
     @property
@@ -131,7 +130,7 @@ class CompressionPlan:
 
     @property
     def layer_of_group(self) -> np.ndarray:
-        """(N,) position among :attr:`sparse_layers` of the layer that a group's experts are in; -1 for others."""
+        """(N,) index into :attr:`sparse_layers` of the layer of a group's experts; -1 for other groups."""
         position = {layer.index: place for place, layer in enumerate(self.sparse_layers)}
         layers = []
         for group in self.groups:
@@ -142,14 +141,14 @@ class CompressionPlan:
 
     @property
     def packed(self) -> tuple[Format, ...]:
-        """The options that need candidates: all but the original weight and none at all."""
+        """Options that need candidates: all but the original weight and removal."""
         return tuple(option for option in self.options if option not in (ORIGINAL, REMOVED))
 
     @property
     def packed_alone(self) -> tuple[LinearInfo, ...]:
-        """The linears that have no option but packed ones: a search never reads their original weights.
+        """Linears with packed options alone, whose original weights a search never reads.
 
-        The experts of a layer are one tensor, and among them only if that holds for all of them.
+        The experts of a layer are one tensor, so they are included only if this holds for all of them.
         """
         read = {
             member.layer.index
@@ -168,9 +167,9 @@ class CompressionPlan:
 
     @property
     def fetched_together(self) -> list[list[LinearInfo]]:
-        """The linears whose options are needed at once: each by itself, and all experts of a layer.
+        """Linears whose options are needed at once: each by itself, and all experts of a layer.
 
-        Those that can only be left alone have no options to fetch.
+        Linears whose only option is the original weight are left out.
         """
         found: dict[str, list[LinearInfo]] = {}
         switched = set()
@@ -204,31 +203,31 @@ def make_plan(
     allow_prune: bool = False,
     gguf: GGUFFile | None = None,
 ) -> CompressionPlan:
-    """Turn what the user asked for into groups.
+    """Make groups and options from the user's settings.
 
     Args:
         layout: Row of the architecture table.
-        linears: All linears, the output layer last; it takes part only if a lock names it.
-        widths: Bits on offer; 16 leaves a linear as it is. None: all that the engine takes.
-        formats: Further formats on offer; for ``serve="any"``.
+        linears: All linears, the output layer last; it is included only if a lock names it.
+        widths: Widths to choose from; 16 keeps a linear unquantized. None: all that the engine supports.
+        formats: Further formats to choose from; for ``serve="any"``.
         group_size: Columns that share a scale; None for one scale per row.
-        symmetric: Grid without zero points; None: what the engine needs, asymmetric otherwise.
+        symmetric: Grid without zero points; None: as the engine needs, else asymmetric.
         serve: Name of an engine, whose rules become constraints.
-        locks: ``regex=width``: linears whose name matches, or whose role is named, keep to that width. A lock at 16
-            needs no 16 among the widths.
-        skips: Regexes or roles: matching linears are left alone and outside the budget.
+        locks: ``regex=width``: linears whose name matches, or whose role is named, get that width. A lock at 16
+            is possible even if 16 is not among the widths.
+        skips: Regexes or roles: matching linears are unquantized and outside the budget.
         ties: Comma-separated kinds, e.g. ``q_proj,k_proj,v_proj``, that share a width within a block.
-        experts: What shares a width among experts; None: an expert's matrices, or what the engine needs.
-        allow_prune: Removal is an option of every expert; the problem keeps as many as each router picks.
+        experts: Matrices of experts that share a width; None: those of one expert, or as the engine needs.
+        allow_prune: Make removal an option of every expert; the problem keeps at least each router's top-k.
         gguf: The model's tensors in a GGUF file, for an engine that reads one.
     """
     engine = find_engine(serve)
     if engine.gguf != (gguf is not None):
-        raise ValueError(f"`serve='{serve}'` {'needs' if engine.gguf else 'has no use for'} a GGUF file.")
+        raise ValueError(f"`serve='{serve}'` {'needs' if engine.gguf else 'does not take'} a GGUF file.")
     if engine.gguf and symmetric is not None:
         raise ValueError(f"`serve='{serve}'`: each block type has its own grid; leave out `symmetric`.")
     if formats and engine.name != "any":
-        raise ValueError(f"`serve='{serve}'` takes none of the formats {', '.join(f.name for f in formats)}.")
+        raise ValueError(f"`serve='{serve}'` does not load the formats {', '.join(f.name for f in formats)}.")
     widths = tuple(sorted(set(engine.widths if widths is None else widths)))
     sparse = any(info.role == EXPERT_ROLE for info in linears)
     experts = _expert_groups(engine, experts, sparse=sparse, allow_prune=allow_prune)
@@ -281,7 +280,7 @@ def make_plan(
             "those to leave alone at 16 bits."
         )
     if not chosen:
-        raise ValueError("Every linear is skipped: nothing is left to quantize.")
+        raise ValueError("Every linear is skipped, so nothing is left to quantize; skip fewer.")
     clusters = _clusters_of(layout, chosen, ties, fused=engine.fused, experts=experts)
     groups = []
     for members in clusters:
@@ -309,7 +308,7 @@ def _ordered(options: Iterable[Format]) -> tuple[Format, ...]:
 
 
 def make_removal_plan(linears: Sequence[LinearInfo], locks: Sequence[str] = ()) -> CompressionPlan:
-    r"""Every expert of a model as a group that is kept or removed; all else stays as it is.
+    r"""Plan with every expert of a model as a group that is kept or removed; all else is unchanged.
 
     Args:
         linears: All linears of the model.
@@ -351,7 +350,7 @@ def make_removal_plan(linears: Sequence[LinearInfo], locks: Sequence[str] = ()) 
 def _fitting(
     members: Sequence[LinearInfo], options: tuple[Format, ...], gguf: GGUFFile | None
 ) -> tuple[Format, ...]:
-    """The options that a GGUF file has a type for, for every member."""
+    """The options that have a GGUF type for every member."""
     if gguf is None:
         return options
     found = tuple(o for o in options if all(gguf.type_of(member, o.bits) is not None for member in members))
@@ -359,21 +358,21 @@ def _fitting(
         info = members[0]
         known = [str(w) for w in GGUF_WIDTHS if gguf.type_of(info, w) is not None] or ["no type under 16"]
         raise ValueError(
-            f"{info.name} has rows of {info.in_features}, for which llama.cpp has {', '.join(known)} bits; offered "
-            f"are {', '.join(str(o.bits) for o in options)}. Change `widths` (16 leaves it alone), or `skip` it."
+            f"{info.name} has rows of {info.in_features}, for which llama.cpp has {', '.join(known)} bits, not "
+            f"{', '.join(str(o.bits) for o in options)}. Change `widths` (16 keeps it unquantized), or `skip` it."
         )
     return found
 
 
 def _check_expert_rows(engine: Engine, experts: Sequence[LinearInfo], group_size: int | None) -> None:
-    """Engines that hold a layer's experts together need one kind of scales for rows of both lengths."""
+    """Check that rows of both lengths have the same kind of scales, for engines that fuse a layer's experts."""
     rows = {info.in_features for info in experts}
     if engine.gguf or engine.experts not in ("layer", "model") or group_size is None or not rows:
         return
     if min(rows) < group_size < max(rows):
         raise ValueError(
-            f"`serve='{engine.name}'` needs one scheme for all of an expert, and groups of {group_size} would be "
-            f"one scale per row for its rows of {min(rows)} but not for those of {max(rows)}: use `group_size` "
+            f"`serve='{engine.name}'` needs one scheme for a whole expert, and `group_size={group_size}` means one "
+            f"scale per row for its rows of {min(rows)} but several for those of {max(rows)}: use `group_size` "
             f"{min(rows)} or less, or 0 for one scale per row."
         )
 
@@ -384,23 +383,23 @@ def _check_separable(engine: Engine, members: Sequence[LinearInfo]) -> None:
     )
     if torn is not None:
         raise ValueError(
-            f"`serve='{engine.name}'` unpacks no experts of {torn.layer.architecture.model_type}, whose "
-            "checkpoints have them stacked: leave them alone (`lock='experts=16'`), or use `serve='any'`, whose "
-            "checkpoint brings the code for them."
+            f"`serve='{engine.name}'` cannot unpack experts of {torn.layer.architecture.model_type}, whose "
+            "checkpoints store them stacked: keep them unquantized (`lock='experts=16'`), or use `serve='any'`, "
+            "whose checkpoint includes the code for them."
         )
 
 
 def _expert_groups(
     engine: Engine, asked: ExpertGroups | None, *, sparse: bool, allow_prune: bool
 ) -> ExpertGroups:
-    """What shares a width among experts: as asked, if the engine loads that."""
+    """Grouping of experts: as requested, if the engine supports it."""
     if asked is not None and asked not in get_args(ExpertGroups):
         raise ValueError(f"`expert_groups` takes {', '.join(get_args(ExpertGroups))}, got {asked!r}.")
     if (asked is not None or allow_prune) and not sparse:
         raise ValueError(
             "The model has no experts: leave out `expert_groups`, `per_projection` and `allow_prune`."
         )
-    # Every grouping lists those that an engine which needs it also loads.
+    # For the finest grouping that an engine loads, all groupings that it loads.
     coarser: dict[ExpertGroups, tuple[ExpertGroups, ...]] = {
         "expert": get_args(ExpertGroups),
         "projection": get_args(ExpertGroups),
@@ -416,8 +415,8 @@ def _expert_groups(
         )
     if allow_prune and groups != "expert":
         raise ValueError(
-            "`allow_prune` takes experts out one by one, so that each needs a width of its own; experts are "
-            f"grouped by {groups} here. Leave out `per_projection`, or use `serve='any'`."
+            "`allow_prune` removes experts one by one, so each needs its own width, but experts are grouped by "
+            f"{groups} here. Leave out `per_projection`, or use `serve='any'`."
         )
     return groups
 
@@ -429,7 +428,7 @@ def _grid(engine: Engine, widths: Sequence[int], symmetric: bool | None, *, spar
         return only_symmetric or any(w not in engine.asymmetric_bits for w in packed)
     if not symmetric and only_symmetric:
         raise ValueError(
-            f"`serve='{engine.name}'` takes no zero points in experts; leave out `symmetric=False`."
+            f"`serve='{engine.name}'` does not support zero points in experts; leave out `symmetric=False`."
         )
     return symmetric
 
@@ -446,14 +445,14 @@ def _check_widths(
         raise ValueError(f"`widths` needs at least two widths, one of them below 16, got {list(widths)}.")
     for width in packed:
         if not 2 <= width <= 8:
-            raise ValueError(f"A width is 2 to 8 bits, or 16 to leave a linear alone; got {width}.")
+            raise ValueError(f"A width is 2 to 8 bits, or 16 to keep a linear unquantized; got {width}.")
         reason = engine.refusal(IntegerGrid(width, group_size, symmetric))
         if reason is not None:
             raise ValueError(f"{reason}; change `widths`, `group_size` or `symmetric`, or `serve`.")
 
 
 def _matching(pattern: str, argument: str, linears: Sequence[LinearInfo]) -> list[LinearInfo]:
-    """The linears of a role, if the pattern is the name of one, or those whose name it is found in."""
+    """Linears of a role, if the pattern names one, else linears whose name contains a match."""
     if pattern in ROLES:
         found = [info for info in linears if info.role == pattern]
         if not found:
@@ -483,7 +482,7 @@ def _parse_locks(
         width = int(text)
         if width not in (*widths, ORIGINAL.bits):
             raise ValueError(
-                f"`lock={lock!r}` asks for {width} bits; on offer are {list(widths)}, and 16 to leave alone."
+                f"`lock={lock!r}` names {width} bits; possible are {list(widths)}, and 16 for unquantized."
             )
         for info in _matching(pattern, "lock", linears):
             locked[info.name] = width
@@ -532,7 +531,7 @@ def _clusters_of(
 
 
 def _expert_key(info: ExpertLinear, experts: ExpertGroups) -> tuple[object, ...]:
-    """What experts' matrices must have in common to share a width."""
+    """Key that is equal for matrices of experts that share a width."""
     if experts == "model":
         return ()
     if experts == "layer":
@@ -545,7 +544,7 @@ def _expert_key(info: ExpertLinear, experts: ExpertGroups) -> tuple[object, ...]
 
 
 def _cluster_name(members: Sequence[LinearInfo]) -> str:
-    """The name of a group of these linears."""
+    """Name of a group of these linears."""
     if len(members) == 1:
         return members[0].name
     inside = [member for member in members if isinstance(member, ExpertLinear)]

@@ -1,4 +1,4 @@
-"""Initial logits of a search: from losses that add up, from errors of weights, or from scores of experts."""
+"""Initial logits of a search: from additive losses, from errors of weights, or from scores of experts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = [
 
 # Added to errors of weights before their logarithm is taken, as in the paper's own code.
 _WEIGHT_ERROR_FLOOR = 1e-8
-# Logits of experts are cut at this many units either way, so that one that no token visits can still come back.
+# Bound on the absolute logits of experts, so that an expert without visits can still be chosen.
 _FARTHEST = 4.0
 
 
 def logits_from_losses(losses: Tensor, problem: AllocationProblem, strength: float = 1.0) -> Tensor:
-    """(N, K) initial logits: the losses of the options, with the price of their cost at the budget added.
+    """(N, K) initial logits: minus (loss + Lagrange multiplier x cost) of every option.
 
-    The sums are regrets in one currency. They are divided by the median regret of the second-best option, so that
+    Values are relative to the best option of a group and divided by the median gap to the second best, so that
     ``strength`` 1 leaves half of the groups undecided.
     """
     total = losses + torch.from_numpy(_priced_costs(losses.numpy(), problem))
@@ -38,17 +38,17 @@ def logits_from_losses(losses: Tensor, problem: AllocationProblem, strength: flo
     second = regret.sort(dim=1).values[:, 1]
     scale = second[torch.isfinite(second) & (second > 0)]
     unit = float(scale.median()) if scale.numel() else 1.0
-    # Beyond this many units an option is as good as ruled out; a bound keeps the logits finite and movable.
+    # An option at the bound is practically excluded, but its logit stays finite and can still move.
     return torch.where(allowed, -strength * (regret / unit).clamp(max=20.0), 0.0)
 
 
 def logits_from_weights(distances: Tensor, problem: AllocationProblem, strength: float = 1.0) -> Tensor:
-    """(N, K) logits as the paper's own code starts from: minus the logarithm of the error of the weights.
+    """(N, K) initial logits of the paper's own code: minus the logarithm of the error of the weights.
 
     Args:
-        distances: (N, K) mean squared differences to the weights of the widest option, see
+        distances: (N, K) mean squared differences from the weights of the widest option, see
             :func:`rco.compression.option_errors.weight_distances`.
-        problem: Says which options are allowed.
+        problem: Problem with the allowed options.
         strength: Factor on the logits; 1 as in that code.
     """
     logits = -(distances + _WEIGHT_ERROR_FLOOR).log()
@@ -57,7 +57,7 @@ def logits_from_weights(distances: Tensor, problem: AllocationProblem, strength:
 
 
 def _priced_costs(losses: np.ndarray, problem: AllocationProblem) -> np.ndarray:
-    """(N, K) costs times the price at which the separate choices just fit the budget, each block at its own."""
+    """(N, K) costs times the Lagrange multiplier at the budget, one multiplier per block."""
     if problem.num_joint > 1:
         raise ValueError(
             f"Initial logits from losses need one budget, or one per block; got {problem.num_joint} joint budgets."
@@ -73,7 +73,7 @@ def _priced_costs(losses: np.ndarray, problem: AllocationProblem) -> np.ndarray:
 
 
 def _price(losses: np.ndarray, costs: np.ndarray, budget: float) -> float:
-    """The price of a unit of cost at which every group's own best choice just fits the budget, by bisection."""
+    """Lagrange multiplier at which every group's own best choice just fits the budget, by bisection."""
 
     def spent(price: float) -> float:
         choices = (losses + price * costs).argmin(axis=1)
@@ -96,7 +96,7 @@ def _price(losses: np.ndarray, costs: np.ndarray, budget: float) -> float:
 
 
 def score_table(scores: Sequence[Tensor]) -> Tensor:
-    """(N, 2) scores as a searcher takes them: what keeping an expert is worth, pruning being worth nothing."""
+    """(N, 2) scores for a searcher: the value of keeping an expert, and 0 for pruning it."""
     kept = torch.cat([values.double() for values in scores])
     return torch.stack([torch.zeros_like(kept), kept], dim=1)
 
@@ -110,7 +110,7 @@ def logits_from_scores(scores: Sequence[Tensor], strength: float) -> Tensor:
 
 
 def logits_from_sensitivities(scores: Sequence[Tensor], strength: float) -> Tensor:
-    """(all experts,) keep logits from sensitivities, which compare across layers as they are.
+    """(all experts,) keep logits from sensitivities, which are comparable across layers.
 
     ``strength`` times the logarithm relative to the median over the model.
     """
@@ -121,8 +121,8 @@ def logits_from_sensitivities(scores: Sequence[Tensor], strength: float) -> Tens
 def logits_from_ranks(scores: Sequence[Tensor], strength: float = 1.0) -> Tensor:
     """(all experts,) keep logits from scores: ranks within each layer, spread over +-``strength``.
 
-    Ranks, not values: saliencies grow by orders of magnitude along a model's depth, and a search that starts
-    from them would begin by emptying the first layers. Each layer is ranked by itself; ties share their rank.
+    Ranks, not values: saliencies grow by orders of magnitude along a model's depth, and a search that started
+    from them would first empty the first layers. Each layer is ranked by itself; ties share their rank.
 
     Args:
         scores: One tensor per layer.

@@ -1,14 +1,14 @@
-"""What each option would cost in KL, to second order, from gradients of the full model alone.
+"""Second-order KL of each option, from gradients of the full model alone.
 
 At the full model the KL has no first-order term. Its second-order term is the Fisher form: for a weight change D,
 KL per token is about E[<g, D>^2] / 2, where g is the gradient of log p(y | x) and y is drawn from the model itself.
 A switchable layer gives <G, W_k> for all options from one backward pass, so one pass per sequence yields an
-unbiased estimate for every group and option at once. It serves as a prior and,
-with an exact knapsack, as a baseline.
+unbiased estimate for every group and option at once. It serves as a prior and, with an exact knapsack, as a
+baseline.
 
 One squared number per sequence is a noisy estimate: its relative error is sqrt(2 / sequences). But within a group
 the losses of the options are nearly proportional to their output errors, which are known exactly from the
-calibration; pooling over the options and over the groups takes out most of the noise, see :func:`predicted_losses`.
+calibration; pooling over options and groups removes most of the noise, see :func:`predicted_losses`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SecondOrder:
-    """What gradients of the full model say of every option.
+    """Second-order estimates for every option.
 
     Attributes:
         losses: (N, K) KL of changing one group alone.
@@ -54,14 +54,14 @@ class SecondOrder:
 def second_order(
     plan: CompressionPlan, errors: Tensor, differences: Tensor, layer_errors: Tensor | None = None
 ) -> SecondOrder:
-    """Losses and curvature that a search is started with.
+    """Losses and curvature for the start of a search.
 
     Args:
         plan: Groups and options.
         errors: (N, K) relative output error of every option.
         differences: (S, N, K) from :meth:`rco.compression.compression.Compression.differences`.
-        layer_errors: (N, K) what experts' options do to the output of their layers, with which the losses of
-            experts are steadied; None: they stay as they are.
+        layer_errors: (N, K) changes in layers' outputs by options of experts, for :func:`steadied_losses`; None:
+            losses are unchanged.
     """
     losses = predicted_losses(differences, errors)
     if layer_errors is not None:
@@ -76,11 +76,11 @@ def fisher_difference(
 
     Args:
         loaded: The model.
-        switched: The same with its options in place, the original weights in an additional last column.
+        switched: The same model with its options, and the original weights as an additional last column.
         calibration: All sequences.
-        index: Which of them.
-        seed: Of the tokens that the model draws; every sequence has noise of its own, so that the result does not
-            depend on who computes it.
+        index: Index of the sequence.
+        seed: Seed of the sampled tokens; every sequence has its own noise, so the result does not depend on the
+            rank that computes it.
     """
     tokens = calibration.tokens[index : index + 1].to(loaded.device)
     mask = calibration.mask[index : index + 1, :-1].to(loaded.device)
@@ -102,7 +102,7 @@ def predicted_losses(differences: Tensor, errors: Tensor | None = None) -> Tenso
     """(N, K) second-order KL of changing one group alone.
 
     With ``errors``, the output error of every option (N, K), the estimates are shrunk towards
-    (a factor per group) x (a factor per option) x error, by as much as their scatter around that product is noise.
+    (a factor per group) x (a factor per option) x error, in proportion to the noise in their scatter around it.
 
     Args:
         differences: (S, N, K) from :meth:`rco.compression.compression.Compression.differences`.
@@ -113,13 +113,13 @@ def predicted_losses(differences: Tensor, errors: Tensor | None = None) -> Tenso
         return raw
     known = (raw > 0) & (errors > 0)
     count = known.sum(dim=1, keepdim=True).clamp_min(1)
-    # The best estimate of a scale from chi-squared numbers is their mean.
+    # The best estimate of a scale from chi-squared values is their mean.
     ratio = torch.where(known, raw / errors.where(known, 1.0), 0.0)
     scale = ratio.sum(dim=1, keepdim=True) / count
     scatter = torch.where(known, (ratio / scale.where(scale > 0, 1.0)).where(known, 1.0).log(), 0.0)
     centre = scatter.sum(dim=1, keepdim=True) / count
     scatter = torch.where(known, scatter - centre, 0.0)
-    # What the logarithm of a mean of S squares scatters by chance.
+    # Variance of the logarithm of a mean of S squares.
     noise = float(torch.special.polygamma(1, torch.tensor(len(differences) / 2.0, dtype=torch.float64)))
     rows = known.sum(dim=0).clamp_min(1)
     by_option = scatter.sum(dim=0) / rows
@@ -131,16 +131,15 @@ def predicted_losses(differences: Tensor, errors: Tensor | None = None) -> Tenso
 
 
 def steadied_losses(losses: Tensor, layer_errors: Tensor, alike: Sequence[object | None]) -> Tensor:
-    """(N, K) losses of experts, half of them replaced by what their layer's experts have in common.
+    """(N, K) losses of experts, averaged with an estimate that is pooled over their layer.
 
-    A layer has many experts, each with a noisy estimate of its own and an error of the layer's output that is known
-    exactly. Experts that are ``alike`` share, for every option, one factor from squared error to loss; it is their
-    mean, and so nearly free of noise.
+    Every expert has a noisy loss and an exactly known error of the layer's output. Experts that are ``alike``
+    share, for every option, one factor from squared error to loss; as a mean over many experts it has little noise.
 
     Args:
         losses: (N, K) from :func:`predicted_losses`.
-        layer_errors: (N, K) L2 norms, see :mod:`rco.compression.option_errors`; zero where they are not known.
-        alike: What a group shares a factor with, such as its layer and projection; None: it stays as it is.
+        layer_errors: (N, K) L2 norms, see :mod:`rco.compression.option_errors`; zero where unknown.
+        alike: Key of the groups that share a factor, such as layer and projection; None: the loss is unchanged.
     """
     squares, result = layer_errors.square(), losses.clone()
     for kind in dict.fromkeys(key for key in alike if key is not None):
@@ -153,7 +152,7 @@ def steadied_losses(losses: Tensor, layer_errors: Tensor, alike: Sequence[object
 
 
 def alike_groups(plan: CompressionPlan) -> list[tuple[int, ...] | None]:
-    """For every group what makes its sensitivities comparable: layer and projections of experts, else None."""
+    """Key of groups with comparable sensitivities: layer and projections of experts, None for other groups."""
     found: list[tuple[int, ...] | None] = []
     for group in plan.groups:
         parts = [m for m in group.members if isinstance(m, ExpertLinear)]
@@ -170,8 +169,8 @@ def _share_of_signal(total: Tensor, noise: Tensor) -> Tensor:
 def curvature(differences: Tensor, losses: Tensor | None = None) -> Tensor:
     """(N, K, K) second-order KL of moving a group from one option to another.
 
-    With ``losses`` (N, K), better known than from the differences alone, how far two options' errors point the same
-    way is taken from all groups together.
+    With ``losses`` (N, K), more precise than the differences alone, the correlation of two options' errors is
+    pooled over all groups.
     """
     if losses is None:
         gram = torch.einsum("sia,sib->iab", differences, differences) / len(differences)

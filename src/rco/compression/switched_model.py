@@ -1,4 +1,4 @@
-"""A model whose linears and experts can each be any of their options, driven by one matrix of gates."""
+"""A model whose linears and experts switch between their options, controlled by one matrix of gates."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class SwitchedModel:
 
     Args:
         loaded: The model.
-        full_head: Its output layer with the original weight.
-        linears: Its switchable linears.
-        rows: Linear -> row of the gates.
-        experts: Its switchable experts, if it has any.
+        full_head: The output layer with the original weight.
+        linears: Switchable linears.
+        rows: Row of the gates of every linear.
+        experts: Switchable experts, if there are any.
         wanted: (N, K) options that a group may take; the others get no gradient.
     """
 
@@ -69,15 +69,15 @@ class SwitchedModel:
 
     @contextmanager
     def disturbed(self, group: int, squared_error: float, seed: int) -> Iterator[None]:
-        """Gaussian noise on the weights of a group; its square is that part of the square of each of them.
+        """Add Gaussian noise to the weights of a group; its square is that fraction of each squared weight.
 
-        The weights are those of the present gates, so that gates are set first.
+        The weights are those under the present gates, so gates must be set first.
         """
         names = [name for name, row in self._rows.items() if row == group]
         if not names:
             raise ValueError(
-                f"Group {group} holds experts, or is left alone, and cannot be disturbed by noise; use higgs, "
-                "which disturbs groups by their options, rather than higgs-noise."
+                f"Group {group} holds experts or is unquantized, so no noise can be added to it; use higgs, which "
+                "measures groups at their options, instead of higgs-noise."
             )
         modules = [self._linears.modules[name] for name in names]
         for number, module in enumerate(modules):
@@ -93,18 +93,18 @@ class SwitchedModel:
 
     @property
     def room(self) -> ProbeRoom | None:
-        """Buffer for the probes of a backward pass; None where no expert can be removed."""
+        """Buffer for the probes of a backward pass; None if no expert can be removed."""
         return None if self._experts is None else self._experts.room
 
     def recordable(self, dtype: torch.dtype) -> bool:
-        """Whether :meth:`set_gates` takes ``recorded``, the model computing in a type."""
+        """Whether :meth:`set_gates` supports ``recorded`` for computation in a type."""
         experts = self._experts is None or self._experts.recordable(dtype)
         return experts and self._linears.recordable(dtype)
 
     def check_gates(self, values: Tensor) -> None:
-        """Refuse gates (N, K), in host memory, that cannot be set.
+        """Raise for gates (N, K), in host memory, that cannot be set.
 
-        Rows must be one-hot and pick what their group may take, and every router must be left enough experts.
+        Rows must be one-hot and pick an allowed option, and every router must keep enough experts.
         """
         choices = self._choices(values)
         if self._experts is not None:
@@ -116,8 +116,8 @@ class SwitchedModel:
         if not taken.all():
             row = int(np.flatnonzero(~taken)[0])
             raise ValueError(
-                f"Row {row} of the gates picks option {choices[row]}, which its group may not take; allowed are "
-                f"{np.flatnonzero(self._wanted[row]).tolist()}."
+                f"Row {row} of the gates picks option {choices[row]}, which is not allowed for its group; allowed "
+                f"are {np.flatnonzero(self._wanted[row]).tolist()}."
             )
         return choices
 
@@ -128,10 +128,10 @@ class SwitchedModel:
         recorded: bool = False,
         mode: GateMode = "deployed",
     ) -> None:
-        """Let every group use the option that its row of the gates (N, K) picks; rows are one-hot.
+        """Set every group to the option that its one-hot row of the gates (N, K) picks.
 
-        ``values`` are the same numbers in host memory, where the gates are on a device. What is launched under
-        ``recorded`` gates may be launched again with others. ``mode`` is how the removal of experts is modelled.
+        ``values`` is a copy in host memory of gates on a device. Kernels launched under ``recorded`` gates may be
+        replayed with others. ``mode`` is the model of expert removal.
         """
         choices = self._choices(gates if values is None else values)
         self._linears.set_gates(gates, self._rows, active=self._active, choices=choices, recorded=recorded)
@@ -148,16 +148,16 @@ def switched_model(
     original: bool = False,
     stream: OptionStream | None = None,
 ) -> Iterator[SwitchedModel]:
-    """Run a model with the options of a plan in place; leaving restores it.
+    """Make a model switchable between the options of a plan; leaving restores it.
 
-    Groups that can only be left alone are not touched.
+    Groups whose only option is the original weights are not touched.
 
     Args:
         loaded: The model, computing in the type to search in.
         plan: Groups and options, the columns of the gates.
-        packed: Candidates as the store gives them.
-        original: The gates have one more column at the end, for the original weights, which every group may take.
-        stream: Brings the candidates from host memory, where they then are.
+        packed: Candidates from the store.
+        original: Add a last column to the gates for the original weights, which every group may take.
+        stream: Streams the candidates from host memory, if they are there.
     """
     columns: list[Format] = [*plan.options, *([ORIGINAL] if original else [])]
     wanted = plan.allowed
@@ -184,7 +184,7 @@ def switched_model(
 
 
 def full_head(loaded: LoadedModel, plan: CompressionPlan) -> Head:
-    """The output layer with its original weight; to be read outside of :func:`switched_model`."""
+    """The output layer with its original weight; only valid outside of :func:`switched_model`."""
     spec = loaded.layout.head(loaded.model)
     for info in plan.linears:
         if info.role == "head":
@@ -201,14 +201,14 @@ def expert_options(
     wanted: np.ndarray | None = None,
     stream: OptionStream | None = None,
 ) -> tuple[dict[int, ExpertOptions], dict[int, np.ndarray]]:
-    """Packed options of sparse layers, and the rows (experts, 3) of the gates of every layer that has a choice.
+    """Packed options of sparse layers, and gate rows (experts, 3) of every layer that has a choice.
 
     Args:
         plan: Groups and options.
-        packed: Candidates as the store gives them.
+        packed: Candidates from the store.
         columns: The option of every column of the gates.
-        wanted: (N, K) options that a group may take; layers then do not refer to original weights that none of
-            their experts may take. None: all may.
+        wanted: (N, K) options that a group may take; layers without an expert that may take its original weights
+            then hold no reference to them. None: all are allowed.
         stream: As for :func:`switched_model`.
     """
     layers: dict[int, MoELayer] = {}
@@ -239,9 +239,9 @@ def expert_options(
 
 
 def _without_original(options: Sequence[Stored | None], wanted: np.ndarray) -> list[Stored | None]:
-    """Options with a packed one in the place of an original weight that may not be taken, so that it can be freed.
+    """Options with a packed one in place of an original weight that is not allowed, so that it can be freed.
 
-    There is a packed one: groups that can only be left alone have no switch.
+    A packed one exists, because groups whose only option is the original weights are not switchable.
     """
     packed = next(option for option in options if option is not None)
     return [
@@ -253,5 +253,5 @@ def _without_original(options: Sequence[Stored | None], wanted: np.ndarray) -> l
 def option_list(
     plan: CompressionPlan, packed: Mapping[str, Stored], columns: Sequence[Format]
 ) -> list[Stored | None]:
-    """One entry per column of the gates; None is the original weight, which also stands in for no weight at all."""
+    """One entry per column of the gates; None for the original weight, also used for removal."""
     return [None if option in (ORIGINAL, REMOVED) else packed[plan.label(option)] for option in columns]

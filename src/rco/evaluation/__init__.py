@@ -1,4 +1,4 @@
-"""How good a model is: perplexity, divergence from a reference, tasks, and what its files weigh."""
+"""Measurements of models: perplexity, divergence from a reference, tasks, and file sizes."""
 
 from __future__ import annotations
 

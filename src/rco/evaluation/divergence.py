@@ -1,4 +1,4 @@
-"""How far a model's predictions are from those of the full model."""
+"""KL divergence of a model's predictions from those of the full model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def measure_divergence(
         data: Sequences of tokens.
         batch_size: Sequences at a time.
         top_k: Coarsen to the reference's k likeliest tokens and one bucket for the rest.
-        on_batch: Called with (batches done, all batches).
+        on_batch: Called with (batches done, total batches).
 
     Returns:
         ``kl`` in nats per token, its standard error ``stderr`` (None for one sequence), ``tokens``,

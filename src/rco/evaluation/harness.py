@@ -1,4 +1,4 @@
-"""Tasks of lm-eval through its Python API, where it is installed."""
+"""Tasks of lm-eval through its Python API, if installed."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rco.requirements import find_problem
 
 __all__ = ["check_harness", "run_harness"]
 
-# Tasks whose answers are programs; lm-eval runs them on this machine to see whether they work.
+# Tasks whose answers are programs, which lm-eval runs on this machine.
 _RUNS_CODE = ("humaneval", "mbpp")
 _ALLOW_CODE = "HF_ALLOW_CODE_EVAL"
 
 
 def check_harness(tasks: Sequence[str]) -> None:
-    """Refuse what cannot be run, before a model is loaded for it.
+    """Raise for tasks that cannot be run, before a model is loaded.
 
     Raises:
-        EvaluationError: lm-eval is not installed, or would run generated code and nobody has allowed that.
+        EvaluationError: lm-eval is not installed, or would run generated code without permission.
     """
     if not tasks:
         raise EvaluationError("Name at least one lm-eval task, e.g. arc_easy.")
     missing = find_problem("lm-eval")
     if missing is not None:
-        raise EvaluationError(f"Measuring {', '.join(tasks)} needs {missing} JSONL files need nothing.")
+        raise EvaluationError(f"Measuring {', '.join(tasks)} needs {missing} Tasks in JSONL files do not.")
     runs_code = _running_code(tasks)
     if runs_code and os.environ.get(_ALLOW_CODE) != "1":
         raise EvaluationError(
@@ -53,18 +53,18 @@ def run_harness(
 
     Args:
         loaded: The model, with its tokenizer.
-        tasks: Names as lm-eval knows them, or paths of its YAML files.
+        tasks: Names of lm-eval tasks, or paths of its YAML files.
         limit: Questions per task; None for all.
         num_fewshot: Examples before each question; None for the task's own number.
         batch_size: Questions at a time.
-        seed: For the choice of examples.
+        seed: Seed for the choice of examples.
 
     Returns:
-        For every task (or group of tasks) that was named its metrics by plain name, each with
-        ``<metric>_stderr`` where lm-eval gives one.
+        Metrics by plain name for every named task (or group of tasks), with ``<metric>_stderr`` if lm-eval
+        computes one.
 
     Raises:
-        EvaluationError: As :func:`check_harness`, or a task is unknown to lm-eval, or its data cannot be had.
+        EvaluationError: As :func:`check_harness`, or a task is unknown to lm-eval, or its data are unavailable.
     """
     check_harness(tasks)
     import lm_eval
@@ -77,7 +77,7 @@ def run_harness(
             tasks=list(tasks),
             num_fewshot=num_fewshot,
             limit=limit,
-            bootstrap_iters=100,  # 0 would drop the standard errors that need no bootstrap, too
+            bootstrap_iters=100,  # 0 would also drop the standard errors that need no bootstrap
             log_samples=False,
             random_seed=seed,
             numpy_random_seed=seed,
@@ -91,7 +91,7 @@ def run_harness(
             "the data sets are on this machine or the Hub can be reached."
         ) from error
     results = report["results"]
-    # A group such as mmlu comes with its dozens of parts; whoever asked for the group wants its mean.
+    # For a group such as mmlu, keep its mean and drop its dozens of parts.
     named = [task for task in tasks if task in results] or list(results)
     return {task: _plain(results[task]) for task in named}
 

@@ -1,4 +1,4 @@
-"""How well a model predicts text."""
+"""Perplexity of a model on text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def measure_perplexity(
         loaded: The model, or its hidden states on this data.
         data: Sequences of tokens.
         batch_size: Sequences at a time.
-        on_batch: Called with (batches done, all batches).
+        on_batch: Called with (batches done, total batches).
 
     Returns:
         ``perplexity``, its standard error ``stderr`` (None for one sequence), the mean negative log-likelihood

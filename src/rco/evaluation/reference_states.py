@@ -17,12 +17,12 @@ __all__ = ["ReferenceStates", "head_of", "hidden_of"]
 
 @dataclass(frozen=True, eq=False)
 class ReferenceStates:
-    """A model's last hidden states on a data set: its predictions, without its vocabulary.
+    """A model's last hidden states on a data set, from which its predictions are computed.
 
     Attributes:
         hidden: (S, L, H) on the CPU.
-        head: Its output layer.
-        fingerprint: Of the data they belong to.
+        head: The model's output layer.
+        fingerprint: Fingerprint of the data.
     """
 
     hidden: Tensor
@@ -39,9 +39,9 @@ class ReferenceStates:
         batch_size: int = 8,
         on_batch: OnBatch | None = None,
     ) -> ReferenceStates:
-        """Run the model once, so that it need not be in memory (or unaltered) afterwards.
+        """Run the model once; afterwards it may be changed or freed.
 
-        The output layer is copied: one that is quantized later does not change the reference.
+        The output layer is copied, so that quantizing it later does not change the reference.
         """
         parts = [
             hidden_states(loaded, data.tokens[rows]).cpu() for rows in batches(data, batch_size, on_batch)
@@ -53,7 +53,7 @@ class ReferenceStates:
 
 
 def head_of(source: LoadedModel | ReferenceStates, data: CalibrationSet) -> Head:
-    """The output layer of a model, or of the model whose states on this very data are given."""
+    """The output layer of a model, or of its states, which must be on this data."""
     if isinstance(source, LoadedModel):
         return source.layout.head(source.model)
     if source.fingerprint != data.fingerprint:
@@ -62,7 +62,7 @@ def head_of(source: LoadedModel | ReferenceStates, data: CalibrationSet) -> Head
 
 
 def hidden_of(source: LoadedModel | ReferenceStates, data: CalibrationSet, rows: slice) -> Tensor:
-    """(B, L, H) hidden states of some sequences, where the output layer is."""
+    """(B, L, H) hidden states of some sequences, on the device of the output layer."""
     if isinstance(source, LoadedModel):
         return hidden_states(source, data.tokens[rows])
     return source.hidden[rows].to(source.head.weight.device)

@@ -1,7 +1,7 @@
-"""What a written checkpoint weighs, read from its files alone.
+"""Size of a written checkpoint, from its files alone.
 
-Nothing here knows how budgets are planned: sizes come from the file system and from the headers, widths from the
-shapes of packed tensors, so that this can certify what a search promised.
+Independent of the planning of budgets: sizes come from the file system and the headers, widths from the shapes of
+packed tensors, so that they can certify the result of a search.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def read_headers(folder: str | Path) -> dict[str, _Entry]:
     """Every tensor of a folder's safetensors files.
 
     Raises:
-        EvaluationError: There is no such file, one is damaged, or a tensor is there twice.
+        EvaluationError: There is no file, one is damaged, or a tensor is duplicated.
     """
     folder = Path(folder).expanduser()
     entries: dict[str, _Entry] = {}
@@ -52,7 +52,9 @@ def read_headers(folder: str | Path) -> dict[str, _Entry]:
         header.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if size != 8 + length + end:
-            raise EvaluationError(f"{path} is damaged: {size} bytes, its header promises {8 + length + end}.")
+            raise EvaluationError(
+                f"{path} is damaged: {size} bytes instead of the {8 + length + end} of its header."
+            )
         for name, entry in header.items():
             if name in entries:
                 raise EvaluationError(f"{name} is both in {entries[name].path.name} and in {path.name}.")
@@ -67,7 +69,7 @@ def checkpoint_size(folder: str | Path) -> dict[str, Any]:
     """Bytes of a checkpoint.
 
     Returns:
-        ``bytes`` of all safetensors files (what a size budget is about), ``data_bytes`` of the tensors in them,
+        ``bytes`` of all safetensors files (as a size budget counts), ``data_bytes`` of the tensors in them,
         ``folder_bytes`` of everything in the folder, and ``files`` with the size of each.
     """
     entries = read_headers(folder)
@@ -93,10 +95,9 @@ def average_bits(
 
     Args:
         folder: The checkpoint.
-        linears: Names of the linears to average over, those left unquantized among them; None for all that are
-            quantized.
-        stacked: Linears among them that may be part of a larger tensor: its name, and how many of its numbers are
-            theirs. Experts that are left alone are stored so.
+        linears: Names of the linears to average over, including unquantized ones; None for all quantized ones.
+        stacked: Linears among them that may be part of a larger tensor: its name, and their number of elements in
+            it. Unquantized experts are stored like this.
 
     Returns:
         ``parameters``, ``weight_bits`` and ``average_bits`` (codes alone), ``stored_bits`` and
@@ -131,7 +132,7 @@ def average_bits(
 
 
 def _declared_widths(folder: Path) -> Callable[[str], int | None]:
-    """What the config says of a name: exactly, or by a pattern (``re:...``)."""
+    """Width of a linear in the config, by its exact name or a pattern (``re:...``)."""
     path = folder / "config.json"
     text = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     groups = ((text.get("quantization_config") or {}).get("config_groups") or {}).values()
@@ -148,7 +149,7 @@ def _declared_widths(folder: Path) -> Callable[[str], int | None]:
 
 
 def _plain(count: int, entry: _Entry) -> dict[str, int]:
-    """So many numbers of a tensor that is not packed."""
+    """Bits of ``count`` elements of an unpacked tensor."""
     width = _WIDTHS[entry.dtype]
     return {"bits": width, "parameters": count, "weight_bits": count * width, "stored_bits": count * width}
 
@@ -167,7 +168,7 @@ def _one(name: str, entries: dict[str, _Entry], declared: int | None) -> dict[st
     fitting = [bits for bits in range(1, 9) if -(-columns * bits // 32) == codes.shape[1]]
     if declared is not None:
         fitting = [bits for bits in fitting if bits == declared]
-    # From 32 columns on the words alone tell the width; for shorter rows the config must.
+    # From 32 columns on, the number of words determines the width; shorter rows need the config.
     if len(fitting) != 1 or codes.shape[0] != rows or codes.dtype != "I32":
         stated = "names no width" if declared is None else f"says {declared} bits"
         raise EvaluationError(

@@ -1,4 +1,4 @@
-"""Means with their uncertainty, and the forward pass that every measurement shares."""
+"""Means with standard errors, and the forward pass of every measurement."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ __all__ = [
     "sequence_sums",
 ]
 
-OnBatch = Callable[[int, int], None]  # (done, of how many)
+OnBatch = Callable[[int, int], None]  # (done, total)
 
 
 class EvaluationError(ValueError):
-    """Something cannot be measured; the message says why and what to do."""
+    """A measurement is impossible; the message says why and what to do."""
 
 
 def hidden_states(loaded: LoadedModel, tokens: Tensor) -> Tensor:
     """Last hidden states (B, T, H) of token ids, on the model's device."""
     model: Any = loaded.model
     if hasattr(model, "ct_decompress_hook"):
-        # A packed checkpoint unpacks itself on the first call of the whole model, which is passed by here.
+        # A packed checkpoint unpacks itself on the first call of the whole model, which is not called here.
         model.hf_quantizer.compressor.decompress_model(model)
     return loaded.layout.final_hidden(model, tokens.to(loaded.device))
 
 
 def batches(data: CalibrationSet, size: int, on_batch: OnBatch | None) -> Iterator[slice]:
-    """Rows of a data set, a batch at a time; tells how far it has come."""
+    """Rows of a data set, one batch at a time, with progress."""
     if len(data) == 0 or data.num_predictions == 0:
-        raise EvaluationError(f"{data.source or 'The data'} leaves no prediction to measure; pass more text.")
+        raise EvaluationError(f"{data.source or 'The data'} has no prediction to measure; pass more text.")
     if size < 1:
         raise EvaluationError(f"batch_size must be at least 1, got {size}.")
     count = -(-len(data) // size)
@@ -61,8 +61,8 @@ def sequence_sums(values: Tensor, mask: Tensor) -> Tensor:
 def mean_of_sequences(sums: Tensor, counts: Tensor) -> tuple[float, float | None]:
     """Mean per token and its standard error, with whole sequences as the independent observations.
 
-    Tokens of one text depend on each other, so the error is that of a ratio of sums over sequences. It is None for
-    a single sequence, which says nothing about its own spread.
+    Tokens of one text are correlated, so the error is that of a ratio of sums over sequences. It is None for a
+    single sequence.
     """
     total = counts.double().sum()
     mean = sums.sum() / total
@@ -79,7 +79,7 @@ def describe_sequences(
     domains: Sequence[str],
     describe: Callable[[float, float | None], dict[str, Any]],
 ) -> dict[str, Any]:
-    """The measurement over all sequences and for each domain by itself."""
+    """The measurement over all sequences and for each domain."""
 
     def block(rows: list[int]) -> dict[str, Any]:
         values = describe(*mean_of_sequences(sums[rows], counts[rows]))
@@ -98,15 +98,15 @@ def recovery(
     reference: Mapping[str, Mapping[str, Any]],
     metrics: Sequence[str] = ("acc_norm", "acc"),
 ) -> dict[str, Any]:
-    """How much of the full model's accuracy is left, in per cent, for every task that both have.
+    """Accuracy in per cent of the full model's, for every task that both have.
 
     Args:
         results: Measurements by task.
-        reference: The same of the full model.
-        metrics: The first of these that a task has is compared.
+        reference: Measurements of the full model.
+        metrics: Metrics in order of preference; the first that a task has is compared.
 
     Returns:
-        ``tasks`` (per cent; None where the full model scores nothing), ``average`` of the accuracies' ratio.
+        ``tasks`` (per cent; None where the full model scores 0), ``average`` of the accuracies' ratio.
     """
     shares: dict[str, float | None] = {}
     pairs: list[tuple[float, float]] = []

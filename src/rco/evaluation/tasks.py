@@ -30,8 +30,8 @@ class Item:
     """One question.
 
     Attributes:
-        context: What the model reads first.
-        choices: The answers it is asked to tell apart; one alone is scored by whether it is the model's own choice.
+        context: Text before the answer.
+        choices: Possible answers; a single one is scored by whether greedy decoding produces it.
         label: Index of the right one.
     """
 
@@ -45,7 +45,7 @@ class Task:
     """Questions of one kind.
 
     Attributes:
-        name: What results are filed under.
+        name: Name of the task in results.
         items: The questions.
         multiple_choice: Whether there are choices, or one continuation to be predicted.
     """
@@ -60,11 +60,11 @@ def load_task(path: str | Path, *, name: str | None = None, limit: int | None = 
 
     Args:
         path: A JSONL file.
-        name: Its name; None for the file's, up to the first dot.
-        limit: Take that many questions from the start.
+        name: Name of the task; None: the file's, up to the first dot.
+        limit: Number of questions, from the start.
 
     Raises:
-        EvaluationError: The file is not there, empty, or a line is not a question; the message names the line.
+        EvaluationError: The file is missing or empty, or a line is not a question; the message names the line.
     """
     path = Path(path).expanduser()
     if limit is not None and limit < 1:
@@ -121,7 +121,7 @@ def evaluate_task(
         loaded: The model, with its tokenizer.
         task: The questions.
         batch_tokens: Tokens in one forward pass, padding included.
-        on_batch: Called with (batches done, all batches).
+        on_batch: Called with (batches done, total batches).
 
     Returns:
         ``acc`` and ``acc_stderr``; for choices also ``acc_norm`` and ``acc_norm_stderr``, the accuracy when a
@@ -171,7 +171,7 @@ def _mean(values: np.ndarray) -> tuple[float, float | None]:
 @dataclass(frozen=True)
 class _Request:
     tokens: tuple[int, ...]  # context and continuation
-    scored: int  # how many at the end are the continuation
+    scored: int  # number of tokens of the continuation, at the end
 
 
 @torch.no_grad()
@@ -187,7 +187,7 @@ def log_likelihoods(
     Texts of similar length share a forward pass; logits exist for a chunk of scored tokens at a time.
     """
     if loaded.tokenizer is None:
-        raise EvaluationError("Tasks need the model's tokenizer, and the model has none.")
+        raise EvaluationError("Tasks need the model's tokenizer, but the model has none; load it with one.")
     if not pairs:
         raise EvaluationError("There is nothing to score: no questions were given.")
     requests = _tokenize(loaded, pairs)
@@ -204,20 +204,20 @@ def log_likelihoods(
 def _tokenize(loaded: LoadedModel, pairs: Sequence[tuple[str, str]]) -> list[_Request]:
     tokenizer = loaded.tokenizer
     prefix = first_tokens(tokenizer)
-    if not prefix:  # something must stand before the first token that is scored
+    if not prefix:  # a scored token needs one before it
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         lead = [] if start is None else [int(start)]
     else:
         lead = prefix
     model: Any = loaded.model
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    # Spaces belong to the word after them, as they do inside a text.
+    # Spaces belong to the word after them, as inside a text.
     moved = [(c.rstrip(" "), c[len(c.rstrip(" ")) :] + continuation) for c, continuation in pairs]
     whole = tokenizer([c + continuation for c, continuation in moved], add_special_tokens=False)["input_ids"]
     before = tokenizer([c for c, _ in moved], add_special_tokens=False)["input_ids"]
     requests = []
     for (context, continuation), ids, head in zip(moved, whole, before, strict=True):
-        # The context's last token may merge with what follows; at least one token is the continuation's.
+        # The context's last token may merge with the continuation, which gets at least one token.
         shared = min(len(head), len(ids) - 1)
         opening = prefix if shared else lead
         tokens = [*opening, *ids]
@@ -231,13 +231,13 @@ def _tokenize(loaded: LoadedModel, pairs: Sequence[tuple[str, str]]) -> list[_Re
                 raise EvaluationError(
                     f"A continuation of {scored} tokens does not fit into the model's {limit} positions."
                 )
-            tokens = tokens[-int(limit) :]  # the end of a context says most about what follows
+            tokens = tokens[-int(limit) :]  # keep the end of the context
         requests.append(_Request(tuple(tokens), scored))
     return requests
 
 
 def _batches(requests: Sequence[_Request], batch_tokens: int) -> Iterator[list[int]]:
-    """Rows that share a pass, longest first, so that padding and the first allocation are as they will be."""
+    """Rows that share a pass, longest first, so that padding is short and the first pass has the peak memory."""
     order = sorted(range(len(requests)), key=lambda row: -len(requests[row].tokens))
     start = 0
     while start < len(order):
@@ -249,7 +249,7 @@ def _batches(requests: Sequence[_Request], batch_tokens: int) -> Iterator[list[i
 def _score(loaded: LoadedModel, requests: Iterable[_Request]) -> tuple[np.ndarray, np.ndarray]:
     rows = list(requests)
     width = max(len(row.tokens) for row in rows)
-    # Padding on the right is never seen: attention looks back only.
+    # Attention is causal, so padding on the right has no effect.
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     mask = torch.zeros(len(rows), width - 1, dtype=torch.bool)
     for index, row in enumerate(rows):
@@ -266,7 +266,7 @@ def _score(loaded: LoadedModel, requests: Iterable[_Request]) -> tuple[np.ndarra
 
 
 def _not_greedy(hidden: Tensor, targets: Tensor, head: Any) -> Tensor:
-    """1.0 for each token that is not the likeliest, by the logits that the model itself computes."""
+    """1.0 for each token that is not the likeliest, by the model's own logits."""
     step = chunk_length(head.vocabulary)
     chunks = zip(torch.split(hidden, step), torch.split(targets, step), strict=True)
     return torch.cat([(head(rows).argmax(-1) != wanted).float() for rows, wanted in chunks])

@@ -1,4 +1,4 @@
-"""Checkpoints that other programs load: one file per format."""
+"""Exporters of checkpoints and recipes, one module per format."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A recipe for AutoRound: its ``layer_config``, one entry per linear.
 
-AutoRound gives its default scheme to every linear of a block that has no entry, so routers and whatever else is
-never searched are listed with 16 bits.
+AutoRound uses its default scheme for every linear of a block without an entry, so routers and other linears that
+are not searched are listed with 16 bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rco.formats.integer import IntegerGrid
 
 __all__ = ["AutoRoundExporter"]
 
-_MULTIPLE = 32  # AutoRound leaves integer weights alone whose rows or columns are no multiple of it
+_MULTIPLE = 32  # AutoRound does not quantize matrices whose rows or columns are not a multiple of it
 _LEFT_ALONE = {"bits": 16, "data_type": "float", "act_bits": 16}
 _USAGE = """\
     import json
@@ -38,16 +38,16 @@ class AutoRoundExporter(RecipeExporter):
         for name, info in choice.linears.items():
             scheme = choice.schemes[name]
             if not isinstance(scheme, IntegerGrid):
-                if info.role != "head":  # outside the blocks nothing is quantized unless it is listed
+                if info.role != "head":  # outside the blocks only listed linears are quantized
                     config[choice.called(name)] = dict(_LEFT_ALONE)
                 continue
             if info.out_features % _MULTIPLE or info.in_features % _MULTIPLE:
                 raise ExportError(
-                    f"{name} is {info.out_features}x{info.in_features}; AutoRound leaves a matrix alone unless "
-                    f"both sides are multiples of {_MULTIPLE}. Search again with it left out (`skip`)."
+                    f"{name} is {info.out_features}x{info.in_features}; AutoRound quantizes a matrix only if "
+                    f"both sides are multiples of {_MULTIPLE}. Search again without it (`skip`)."
                 )
             config[choice.called(name)] = _entry(scheme)
-        # AutoRound refuses zero points at 8 bits for its other formats, which no kernel reads.
+        # AutoRound's other formats do not allow zero points at 8 bits, because no kernel reads them.
         wide = any(scheme.bits == 8 and not scheme.symmetric for scheme in choice.quantized.values())
         usage = _USAGE.format(format="llm_compressor" if wide else "auto_round")
         content = {"scheme": _entry(choice.commonest), "layer_config": config}

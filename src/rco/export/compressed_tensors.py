@@ -1,7 +1,7 @@
 """The ``compressed-tensors`` format: packed codes that transformers, vLLM and others load.
 
 Every linear keeps its own width: linears of the same scheme form one config group with their exact names as
-targets, so that no program has to interpret a pattern. Linears left alone are on the ignore list, again by name.
+targets, so that no program has to interpret a pattern. Unquantized linears are on the ignore list, also by name.
 Only experts that share a scheme are named by a pattern (:mod:`rco.export.expert_targets`).
 """
 
@@ -31,7 +31,7 @@ from rco.models.moe.linears import ExpertLinear, model_linears
 __all__ = ["CompressedTensorsExporter", "check_exportable", "quantization_config"]
 
 FORMAT = "pack-quantized"
-_LAYOUT_VERSION = "0.20.0"  # of compressed-tensors, whose packing is followed: dense for every width
+_LAYOUT_VERSION = "0.20.0"  # of compressed-tensors, with dense packing for every width
 
 
 class CompressedTensorsExporter:
@@ -54,13 +54,13 @@ class CompressedTensorsExporter:
         """Write a model with packed weights.
 
         Args:
-            source: The full-precision model; tensors that are not quantized come from it.
-            weights: Packed weight of every quantized linear, by name; the others are left alone.
+            source: The full-precision model, for tensors that are not quantized.
+            weights: Packed weight of every quantized linear, by name.
             out: The folder to make.
-            dtype: Type of everything unquantized; it must be the model's own, because a search has seen no other.
+            dtype: Type of unquantized tensors; must be the model's own, which the search used.
             max_shard_size: Data bytes per file.
             overwrite: Replace a folder that is not empty.
-            engine: Refuse what this engine would not load, before anything is written.
+            engine: Engine that must load the checkpoint; checked before anything is written.
 
         Raises:
             ExportError: The format cannot hold these weights, the engine would not load them, or the folder
@@ -69,7 +69,7 @@ class CompressedTensorsExporter:
         loaded = resolve_source(source)
         if dtype not in (None, loaded.dtype):
             raise ExportError(
-                f"The model is in {loaded.dtype} and dtype={dtype} was asked for; load it in the type to export."
+                f"The model is in {loaded.dtype}, but dtype={dtype} was requested; load it in that type."
             )
         linears = _linears(loaded, weights)
         schemes = {name: packed.format for name, packed in weights.items()}
@@ -89,14 +89,14 @@ class CompressedTensorsExporter:
                 return packed.format.file_tensors(packed)[f"weight_{suffix}"]
             if stored in state:
                 return _in_memory(*state[stored], loaded)
-            # One of several that the model keeps stacked.
+            # One of several that are stacked in the model.
             return by_stored[stored.removesuffix(".weight")].weight
 
         quantization = quantization_config(loaded, schemes, patterns=True)
         described = {"model_type": loaded.layout.model_type, "quantization_config": quantization}
         violations = validate_for_engine(described, engine, [info.name for info in linears])
         sparse = any(isinstance(info, ExpertLinear) for info in linears)
-        # Experts that stock transformers cannot stack as it loads them are built by code in the checkpoint.
+        # Experts that stock transformers cannot stack on loading are built by code in the checkpoint.
         stacked = one_scheme(linears, written_schemes(linears, schemes)) is not None
         carries_code = sparse and (not stacked or experts_per_layer(loaded.model.config) is not None)
         if carries_code and engine == "transformers":
@@ -108,7 +108,7 @@ class CompressedTensorsExporter:
             "quantization_config": quantization,
         }
         if any(by_name[name].tied for name in weights):
-            # The output layer becomes a tensor of its own beside the embedding.
+            # The output layer gets its own tensor, separate from the embedding.
             changes["tie_word_embeddings"] = False
         if carries_code:
             changes.update(separate_experts_fields(loaded.model))
@@ -132,14 +132,14 @@ def _linears(loaded: LoadedModel, quantized: Collection[str]) -> list[LinearInfo
 
 
 def check_exportable(linears: Iterable[LinearInfo], schemes: Mapping[str, Format | Iterable[Format]]) -> None:
-    """Refuse what the format cannot hold, before any work is done.
+    """Raise for linears that the format cannot hold, before any work.
 
     Args:
         linears: The model's linears.
         schemes: Format of each linear by name, or all formats that a search may give it.
 
     Raises:
-        ExportError: A name is unknown, a layer is no ``nn.Linear``, or a row does not divide into groups.
+        ExportError: A name is unknown, a layer is not an ``nn.Linear``, or groups do not divide a row.
     """
     known = {info.name: info for info in linears}
     for name, options in schemes.items():
@@ -159,7 +159,7 @@ def check_exportable(linears: Iterable[LinearInfo], schemes: Mapping[str, Format
             if zeros_in_one_word and written.group_size is not None:
                 raise ExportError(
                     f"{name} has {info.out_features} rows, and compressed-tensors cannot read the zero points of 8 "
-                    f"rows or fewer at 4 bits: use `symmetric=True`, or leave it alone with `lock='{name}=16'`."
+                    f"rows or fewer at 4 bits: use `symmetric=True`, or do not quantize it (`lock='{name}=16'`)."
                 )
             if written.group_size is not None and info.in_features % written.group_size:
                 raise ExportError(
@@ -178,12 +178,12 @@ def _check_weight(info: LinearInfo, packed: PackedWeight) -> None:
     if packed.scales.dtype != info.weight.dtype:
         raise ExportError(
             f"{info.name} has scales in {packed.scales.dtype} and its layer is in {info.weight.dtype}: it would "
-            "decode to other values than the search saw. Make the candidates in the model's own type."
+            "decode to other values than in the search. Make the candidates in the model's own type."
         )
 
 
 def _in_memory(name: str, value: Tensor, loaded: LoadedModel) -> Tensor:
-    """A tensor of the model; one that was offloaded is read from the checkpoint it came from."""
+    """A tensor of the model; an offloaded one is read from the model's checkpoint."""
     if not value.is_meta:
         return value
     from safetensors import safe_open
@@ -202,7 +202,7 @@ def _in_memory(name: str, value: Tensor, loaded: LoadedModel) -> Tensor:
 def quantization_config(
     loaded: LoadedModel, schemes: Mapping[str, Format], *, patterns: bool = False
 ) -> dict[str, Any] | None:
-    """The ``quantization_config`` for linears with these schemes; None if all are left alone.
+    """The ``quantization_config`` for linears with these schemes; None if nothing is quantized.
 
     With ``patterns``, experts that share a scheme are named together.
     """
@@ -215,7 +215,7 @@ def quantization_config(
     if not groups:
         return None
     # Widest first. Without the code in the checkpoint, transformers unpacks all experts by the first scheme that
-    # has some: one that is too wide does not fit and is an error, one that is too narrow would load as noise.
+    # names any: too wide a scheme is an error of shapes, too narrow a scheme would load noise.
     ordered = sorted(groups, key=lambda scheme: (-scheme.bits, scheme.symmetric, scheme.group_size or 0))
     return {
         "quant_method": "compressed-tensors",
@@ -246,10 +246,10 @@ def quantization_config(
 
 
 def _ignored(model: nn.Module, linears: Iterable[LinearInfo], quantized: set[str]) -> list[str]:
-    """Every layer an engine might quantize and must not.
+    """Layers that an engine might quantize but must not.
 
-    vLLM stops at a linear that neither a target nor this list names; it builds routers as linears, and
-    experts that transformers keeps as one three-dimensional parameter as one linear each.
+    vLLM raises for a linear that is neither a target nor on this list. It treats routers as linears, and experts
+    that transformers keeps in one three-dimensional parameter as one linear each.
     """
     experts: dict[str, list[ExpertLinear]] = {}
     for info in linears:

@@ -1,7 +1,7 @@
-"""The ``dense`` format: an ordinary Hugging Face checkpoint whose weights have been through the quantizer.
+"""The ``dense`` format: a plain Hugging Face checkpoint with quantized and dequantized weights.
 
-It is as large as the original, and loads wherever the original loads; only one whose layers keep different numbers
-of experts brings the code that builds them.
+It is as large as the original and loads wherever the original loads. If layers keep different numbers of experts,
+it includes the code that builds them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class DenseExporter:
         kept = loaded.dtype
 
         def target(tensor: Tensor) -> torch.dtype:
-            # Only what has the model's own type changes it; what it keeps wider on purpose stays so.
+            # Only tensors of the model's own type are converted; those kept wider on purpose are not.
             return dtype if dtype is not None and tensor.dtype == kept else tensor.dtype
 
         def fetch(stored: str) -> Tensor:
@@ -116,7 +116,7 @@ def _check_names(weights: Mapping[str, PackedWeight], linears: Mapping[str, Line
 
 
 def _checkpoint_state(loaded: LoadedModel, replaced: set[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The model's tensors under the names a checkpoint uses, and which of them are which linear's weight."""
+    """The model's tensors by their checkpoint names, and the checkpoint name of every linear's weight."""
     from transformers.core_model_loading import revert_weight_conversion
 
     model: Any = loaded.model
@@ -142,7 +142,7 @@ def _checkpoint_state(loaded: LoadedModel, replaced: set[str]) -> tuple[dict[str
 
 
 def _expert_places(state: Mapping[str, Tensor], experts: Sequence[ExpertLinear]) -> dict[str, str]:
-    """Which tensors of a checkpoint are which expert's; a block may have another name there than in the model."""
+    """Tensors of experts in a checkpoint, where a block may have another name than in the model."""
     known = {(info.block, info.expert, info.name.rpartition(".")[2]): info.name for info in experts}
     places = {}
     for key in state:

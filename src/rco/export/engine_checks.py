@@ -18,16 +18,16 @@ __all__ = ["validate_for_engine"]
 def validate_for_engine(
     config: Mapping[str, Any], engine: str, linears: Sequence[str] | None = None
 ) -> list[str]:
-    """Check an exported ``config.json`` against what an engine loads.
+    """Check an exported ``config.json`` against the rules of an engine.
 
     Args:
         config: The whole config, or its ``quantization_config`` alone (then ``q_proj, k_proj, v_proj`` and
-            ``gate_proj, up_proj`` are taken to be merged).
+            ``gate_proj, up_proj`` are assumed to be merged).
         engine: ``"transformers"``, ``"vllm"``, ``"vllm-marlin"``, or ``"any"`` for no rule.
-        linears: Names of the model's linears; None takes those that the config names.
+        linears: Names of the model's linears; None: those in the config.
 
     Returns:
-        One sentence for each violation; empty if the engine takes the checkpoint.
+        One sentence for each violation; empty if the engine loads the checkpoint.
     """
     rules = find_engine(engine)
     if engine == "any":
@@ -51,7 +51,7 @@ def validate_for_engine(
         elif not matched:
             violations.append(f"{name}: neither a target nor on the ignore list.")
         if len({scheme for _, scheme in matched}) > 1:
-            # transformers takes the most specific target, vLLM the first one.
+            # transformers uses the most specific target, vLLM the first one.
             violations.append(
                 f"{name}: matched by {' and '.join(key for key, _ in matched)} with different schemes."
             )

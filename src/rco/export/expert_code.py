@@ -1,4 +1,4 @@
-"""The modeling code that a checkpoint carries when its experts are not what the stock model can hold."""
+"""Modeling code inside a checkpoint whose experts the stock model cannot hold."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def stock_class(config: Any) -> type:
 
 
 def experts_per_layer(config: Any) -> list[int] | None:
-    """How many experts each layer keeps, where a configuration lists them: the stock model knows one number."""
+    """Experts of each layer, if the configuration lists them; stock models have one number for all layers."""
     text = text_config(config)
     counts: list[int] | None = getattr(text, "num_experts_per_layer", None)
     return counts or None
 
 
 def separate_experts_fields(model: nn.Module) -> dict[str, Any]:
-    """What the configuration of a model with experts of different precision says beyond the stock one."""
+    """Additional fields in the configuration of a model with experts of different precision."""
     stock = stock_class(model.config)
     return {
         "separate_experts": True,
@@ -50,7 +50,7 @@ def separate_experts_fields(model: nn.Module) -> dict[str, Any]:
 
 
 def write_expert_code(model: nn.Module, folder: Path) -> None:
-    """Put the modeling file for separate experts into a checkpoint; layers of different size bring theirs along."""
+    """Write the modeling file for separate experts, including that for layers of different size, if needed."""
     stock = stock_class(model.config)
     text = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     bases, imports = ["UnfusedExpertsMixin"], ""
@@ -65,7 +65,7 @@ def write_expert_code(model: nn.Module, folder: Path) -> None:
 
 
 def write_pruned_code(config: Any, folder: Path) -> dict[str, str]:
-    """Put the modeling file for layers of different size into a checkpoint; returns its ``auto_map``."""
+    """Write the modeling file for layers of different size into a checkpoint; returns its ``auto_map``."""
     name = _carry(modeling_pruned_experts, stock_class(config), "Pruned", ["PrunedExpertsMixin"], folder)
     return {"AutoModelForCausalLM": name}
 

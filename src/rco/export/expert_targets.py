@@ -1,8 +1,8 @@
-"""How a quantization config names experts: by one pattern where they share a scheme, one by one where they do not.
+"""Names of experts in a quantization config: one pattern if they share a scheme, else one by one.
 
-A model with thousands of experts would otherwise have a config of that many names. The pattern also decides what
-loads it: transformers unpacks stacked experts by the one scheme that a pattern with ``experts`` belongs to, and
-vLLM asks for the name of a layer's first expert, under the name that *its* model gives the block.
+Patterns keep the config of a model with thousands of experts short. They also determine loading: transformers
+unpacks stacked experts by the one scheme whose pattern contains ``experts``, and vLLM looks up the name of a
+layer's first expert, with the block named as in vLLM's own model.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["expert_pattern", "name_experts", "one_scheme", "written_schemes"]
 
 
 def written_schemes(linears: Iterable[LinearInfo], schemes: Mapping[str, Format]) -> dict[str, Format]:
-    """The scheme of every linear as the config states it.
+    """Scheme of every linear in the config.
 
-    A row that is one group long has one scale, grouped or not. Among experts it is called grouped if others of its
-    layer are: engines want one scheme for all of them.
+    A row of one group has one scale, grouped or not. In experts it is written as grouped if others of its layer
+    are, because engines need one scheme for all of them.
     """
     linears = list(linears)
     written = {info.name: schemes.get(info.name, ORIGINAL).on(info.in_features) for info in linears}
@@ -41,10 +41,10 @@ def written_schemes(linears: Iterable[LinearInfo], schemes: Mapping[str, Format]
 
 
 def one_scheme(linears: Iterable[LinearInfo], written: Mapping[str, Format]) -> IntegerGrid | None:
-    """The scheme of all experts that are packed, if stock transformers can unpack them; else None.
+    """The scheme of all packed experts, if stock transformers can unpack them; else None.
 
-    It stacks experts as it loads them and knows one scheme for all of them, without zero points. A layer may be
-    left alone as a whole.
+    transformers stacks experts on loading and supports one scheme for all of them, without zero points. A whole
+    layer may be unquantized.
     """
     layers: dict[int, set[Format]] = {}
     for info in linears:
@@ -60,7 +60,7 @@ def one_scheme(linears: Iterable[LinearInfo], written: Mapping[str, Format]) -> 
 def name_experts(
     targets: Iterable[str], linears: Iterable[LinearInfo], written: Mapping[str, Format]
 ) -> list[str]:
-    """The targets of one scheme with its experts named by patterns, as far as they fill layers."""
+    """Targets of one scheme, with patterns for layers whose experts all have it."""
     experts = {info.name: info for info in linears if isinstance(info, ExpertLinear)}
     mine = [experts[name] for name in targets if name in experts]
     if not mine:
@@ -82,7 +82,7 @@ def name_experts(
 
 
 def expert_pattern(layer: MoELayer | None = None) -> str:
-    """Matches every projection of every expert, of a layer or of all, whatever the block is called."""
+    """Pattern of every projection of every expert, of one layer or of all, for any name of the block."""
     if layer is None:
         return r"re:.*\.experts\.\d+\.\w+$"
     parent, _, own = layer.name.rpartition(".")

@@ -1,4 +1,4 @@
-"""The interface of exporters, the summary that they return, and a folder that appears whole or not at all."""
+"""Interface of exporters, the summary that they return, and atomic writing of a folder."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class ExportError(ValueError):
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """What was written.
+    """Summary of a written export.
 
     Attributes:
         format: Name of the format.
         path: The folder.
         files: Size in bytes of every file in it.
-        tensors: Data bytes of every tensor; of a recipe, those that the tool will write, where that is known.
-        total_bytes: Size of all safetensors files, headers included; of a recipe, of the tensors alone.
-        usage: How to go on from a recipe.
-        shape: Of a pruned mixture of experts: ``stock``, ``per_layer`` or ``padded``.
-        reason: Why that is not a stock checkpoint; None where it is.
+        tensors: Data bytes of every tensor; for a recipe, of those that the tool will write, if known.
+        total_bytes: Size of all safetensors files, headers included; for a recipe, of the tensors alone.
+        usage: Instructions for a recipe.
+        shape: For a pruned mixture of experts: ``stock``, ``per_layer`` or ``padded``.
+        reason: Reason why it is not a stock checkpoint; None if it is.
     """
 
     format: str
@@ -61,7 +61,7 @@ class ExportSummary:
     reason: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The summary as plain data, without what is not known."""
+        """The summary as plain data, without unknown values."""
         described: dict[str, Any] = {"format": self.format, "path": str(self.path), "files": self.files}
         if self.tensors:
             described |= {"tensors": self.tensors, "total_bytes": self.total_bytes}
@@ -74,8 +74,8 @@ class Exporter(Protocol):
     """Writes a compressed model; :func:`rco.testing.check_exporter` checks one.
 
     Attributes:
-        name: What the user types.
-        kind: Kind of compression that it can write: ``quantization`` or ``expert-pruning``.
+        name: Name on the command line.
+        kind: Kind of compression: ``quantization`` or ``expert-pruning``.
     """
 
     name: ClassVar[str]
@@ -95,8 +95,8 @@ class Exporter(Protocol):
 
         Args:
             source: The model to write: without its pruned experts, with its original weights.
-            weights: Packed weights of some linears, which take the place of the original ones.
-            out: The folder, which appears whole or not at all.
+            weights: Packed weights of some linears, which replace the original ones.
+            out: The folder, written atomically.
             dtype: Type of the unquantized tensors; None: their own.
             max_shard_size: Largest safetensors file.
             overwrite: Replace a folder that is not empty.
@@ -108,24 +108,24 @@ class Exporter(Protocol):
 
 
 def resolve_source(source: LoadedModel | str | Path) -> LoadedModel:
-    """A model to take unquantized tensors from; a name or folder is loaded on the CPU."""
+    """Source of unquantized tensors; a name or folder is loaded on the CPU."""
     return source if isinstance(source, LoadedModel) else load_model(source)
 
 
 @contextmanager
 def atomic_folder(out: str | Path, *, overwrite: bool = False, needed_bytes: int = 0) -> Iterator[Path]:
-    """A new folder to write into, which takes the name ``out`` when the block ends without an error.
+    """Temporary folder to write into, renamed to ``out`` when the block ends without an error.
 
-    Whatever happens, ``out`` is never half-written: an error removes the new folder, and one that a killed process
-    left behind is removed by the next export to the same place.
+    ``out`` is never half-written: an error removes the temporary folder, and one left by a killed process is
+    removed by the next export to the same place.
 
     Args:
         out: The final folder.
-        overwrite: Replace a folder that is there and not empty.
-        needed_bytes: Refuse at once where the disk has less than that.
+        overwrite: Replace a folder that is not empty.
+        needed_bytes: Free disk space that is required at the start.
 
     Raises:
-        ExportError: The place is taken, full, or cannot be written to.
+        ExportError: The folder is not empty, the disk is full, or the folder cannot be written.
     """
     out = Path(out).expanduser().absolute()
     try:
@@ -135,8 +135,8 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False, needed_bytes: int
         free = shutil.disk_usage(out.parent).free
         if free < needed_bytes:
             raise ExportError(
-                f"{out.parent} has {free:,} bytes free and the checkpoint takes {needed_bytes:,}; make room or "
-                "choose another folder."
+                f"{out.parent} has {free:,} bytes free, but the checkpoint takes {needed_bytes:,}; free some space "
+                "or choose another folder."
             )
         work = out.parent / f"{_partial_prefix(out)}{os.getpid()}"
         work.mkdir()
@@ -153,8 +153,8 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False, needed_bytes: int
         if failure is None:
             raise
         raise ExportError(
-            f"Writing {out} failed: {failure.strerror or failure}. Nothing was left there: make room, or choose "
-            "another folder."
+            f"Writing {out} failed: {failure.strerror or failure}. Nothing was left there: free some space, or "
+            "choose another folder."
         ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -172,17 +172,17 @@ def _partial_prefix(out: Path) -> str:
 
 
 def _clear_leftovers(out: Path) -> None:
-    """Undo what killed processes of this machine have left half done."""
+    """Clean up after killed exports on this machine."""
     prefix = _partial_prefix(out)
     for folder in sorted(out.parent.glob(f"{prefix}*")):
         owner, _, kind = folder.name.removeprefix(prefix).partition(".")
         if not owner.isdigit() or (int(owner) != os.getpid() and _alive(int(owner))):
             continue
         if kind == "old" and not out.exists():
-            logger.info("Putting %s back, whose replacement was killed.", out)
+            logger.info("Restoring %s, whose replacement was interrupted.", out)
             os.replace(folder, out)
         else:
-            logger.info("Removing %s, left by an export that was killed.", folder)
+            logger.info("Removing %s, left by a killed export.", folder)
             shutil.rmtree(folder)
 
 
@@ -197,7 +197,7 @@ def _alive(pid: int) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Have every file on the disk before the folder gets its name."""
+    """Flush every file to disk, before the folder is renamed."""
     for path in [*folder.iterdir(), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -210,7 +210,7 @@ def _put_in_place(work: Path, out: Path) -> None:
     if not (out.is_dir() and any(out.iterdir())):
         os.replace(work, out)  # an empty folder may be replaced
         return
-    # A full folder cannot be replaced in one step: the old one keeps a name until the new one has its own.
+    # A folder with content cannot be replaced in one step: the old one is renamed until the new one is in place.
     old = work.with_name(f"{work.name}.old")
     os.replace(out, old)
     try:
@@ -222,18 +222,18 @@ def _put_in_place(work: Path, out: Path) -> None:
 
 
 def stock_name(cls: type) -> str:
-    """The name of a model's class in transformers; classes made here are subclasses of it."""
+    """Name of a model's class in transformers, of which classes made here are subclasses."""
     return next(
         (base.__name__ for base in cls.__mro__ if base.__module__.startswith("transformers.")), cls.__name__
     )
 
 
 def write_companions(loaded: LoadedModel, folder: Path, changes: Mapping[str, Any]) -> None:
-    """Write all that is not weights: config, generation config, tokenizer, the model's own code.
+    """Write all files except weights: config, generation config, tokenizer, the model's own code.
 
     Args:
         loaded: The model.
-        folder: Where to.
+        folder: The folder to write to.
         changes: Fields of ``config.json`` to set; None removes one.
     """
     model: Any = loaded.model
@@ -246,7 +246,7 @@ def write_companions(loaded: LoadedModel, folder: Path, changes: Mapping[str, An
     content = {key: value for key, value in content.items() if value is not None or key not in changes}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if getattr(model, "generation_config", None) is not None:
-        # Its own save_pretrained refuses settings that it accepted on loading.
+        # save_pretrained rejects some settings that from_pretrained accepts.
         model.generation_config.to_json_file(folder / "generation_config.json")
     if loaded.tokenizer is not None:
         loaded.tokenizer.save_pretrained(folder)

@@ -1,9 +1,9 @@
 """A recipe for GPTQModel: the arguments of its ``QuantizeConfig``, one ``dynamic`` rule per linear.
 
-Rules are regular expressions tried in order from the start of a module's name; ``-:`` leaves a module alone. Every
+Rules are regular expressions tried in order from the start of a module's name; ``-:`` excludes a module. Every
 rule here is one exact name. Checkpoints with 5, 6 or 7 bits need GPTQModel 7, which stores them in planes.
 
-GPTQModel quantizes the linears that its own list for an architecture names, and no others whatever the rules say.
+GPTQModel quantizes only the linears in its own list for an architecture, whatever the rules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rco.formats.integer import IntegerGrid
 
 __all__ = ["GPTQModelExporter"]
 
-# Linears that GPTQModel's list for an architecture lacks (7.7), as paths inside a block: those of dense layers
+# Linears missing from GPTQModel's list for an architecture (7.7), as paths inside a block: those of dense layers
 # among sparse ones, and a small one of linear attention.
 _DENSE_LAYER = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _UNLISTED = {
@@ -53,12 +53,12 @@ class GPTQModelExporter(RecipeExporter):
                 if info.path in _UNLISTED.get(choice.loaded.layout.model_type, ()):
                     left = "|".join(re.escape(path) for path in _UNLISTED[choice.loaded.layout.model_type])
                     raise ExportError(
-                        f"{name} has {scheme.bits} bits, but GPTQModel leaves such linears alone. Search again "
-                        f"without them: `skip='\\d\\.({left})$'`."
+                        f"{name} has {scheme.bits} bits, but GPTQModel does not quantize such linears. Search "
+                        f"again without them: `skip='\\d\\.({left})$'`."
                     )
                 dynamic[exact] = _arguments(scheme)
                 head = head or info.role == "head"
-            elif info.role != "head":  # an output layer is left alone unless it is asked for
+            elif info.role != "head":  # an output layer is quantized only if it has a rule
                 dynamic[f"-:{exact}"] = {}
         config = {**_arguments(choice.commonest), "desc_act": False, "lm_head": head, "dynamic": dynamic}
         return Recipe({"quantize_config.json": as_json(config)}, _USAGE)

@@ -2,7 +2,7 @@
 
 The file is a list of ``pattern=type`` separated by white space, without comments. ``llama-quantize`` searches a
 tensor's name for each pattern in turn (a regular expression, made lower case) and takes the first one's type.
-Every pattern here is one exact name, so that neither the order nor llama.cpp's own mixtures decide anything.
+Every pattern here is one exact name, so that neither the order nor llama.cpp's own mixtures have an effect.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _USAGE = """\
     python convert_hf_to_gguf.py MODEL --outtype {dense} --outfile full.gguf
     llama-quantize --tensor-type-file tensor_types.txt full.gguf quantized.gguf {default}
 
-The tensors of quantized.gguf will take {total:,} bytes in {count} tensors; tokenizer and header come on top. The
-last argument decides nothing but the label of the file: every weight is named in tensor_types.txt. Embeddings and
-whatever else was left alone stay at 16 bits, as the search has seen them; to shrink them, too, change their lines.
+The tensors of quantized.gguf will take {total:,} bytes in {count} tensors, plus tokenizer and header. The last
+argument only sets the label of the file: every weight is named in tensor_types.txt. Embeddings and all other
+unquantized tensors stay at 16 bits, as in the search; to shrink them too, change their lines.
 """
 
 
@@ -58,7 +58,7 @@ class LlamaCppExporter(RecipeExporter):
 
 
 def _types(choice: Choice, file: GGUFFile) -> dict[str, BlockType]:
-    """Type of every tensor that is not left alone."""
+    """Type of every quantized tensor."""
     types: dict[str, BlockType] = {}
     for name, scheme in choice.schemes.items():
         info = choice.linears[name]
@@ -82,7 +82,7 @@ def parse_tensor_types(text: str) -> list[tuple[str, str]]:
     """Read a tensor type file as llama-quantize does.
 
     Raises:
-        ExportError: It would refuse the file.
+        ExportError: llama-quantize would reject the file.
     """
     found = []
     for item in text.split():

@@ -1,6 +1,6 @@
 """A recipe for llm-compressor: one GPTQ modifier whose config groups name every linear.
 
-The groups are those of rco's own compressed-tensors checkpoints, so that both end in the same format.
+The groups are those of rco's own compressed-tensors checkpoints, so both have the same format.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LLMCompressorExporter(RecipeExporter):
     name: ClassVar[str] = "llm-compressor"
 
     def recipe(self, choice: Choice) -> Recipe:
-        """``recipe.json``: a stage with a ``GPTQModifier``; only what is named as a target is touched."""
+        """``recipe.json``: a stage with a ``GPTQModifier``; only named targets are quantized."""
         check_exportable(choice.linears.values(), choice.schemes)
         config = quantization_config(choice.loaded, choice.schemes)
         assert config is not None  # something is quantized

@@ -1,8 +1,8 @@
 """A recipe for MLX: a table from module paths to widths, and a script that converts with it.
 
-``mlx_lm.convert`` asks a predicate about every module that can be quantized; the predicate here looks the path up
-and leaves alone what the table does not name, embeddings included. MLX knows affine grids with a scale and a bias
-in 16 bits each, so a symmetric choice becomes an affine one of the same width.
+``mlx_lm.convert`` calls a predicate for every module that can be quantized; the predicate here looks up the path.
+Modules outside the table, including embeddings, are not quantized. MLX has affine grids with a scale and a bias in
+16 bits each, so a symmetric choice becomes an affine one of the same width.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if __name__ == "__main__":
         quant_predicate=predicate,
     )
 '''
-# Where mlx-lm keeps the blocks, if not where transformers does.
+# Path of the blocks in mlx-lm, if different from transformers.
 _BLOCKS = {
     "transformer.h": "model.h",
     "gpt_neox.layers": "model.h",
@@ -54,7 +54,7 @@ _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 class MLXExporter(RecipeExporter):
-    """Writes a table of widths by module path and the script that gives it to MLX."""
+    """Writes a table of widths by module path and a script that converts with it."""
 
     name: ClassVar[str] = "mlx"
 
@@ -67,8 +67,8 @@ class MLXExporter(RecipeExporter):
             size = scheme.group_size or columns
             if columns % size:
                 raise ExportError(
-                    f"{name} has rows of {columns}, which groups of {size} do not divide; MLX leaves it alone. "
-                    "Search with another `group_size`."
+                    f"{name} has rows of {columns}, which groups of {size} do not divide, so MLX would not "
+                    "quantize it. Search with another `group_size`."
                 )
             entry = {"group_size": size, "bits": scheme.bits, "mode": "affine"}
             for path in mlx_paths(choice.loaded.layout, name):
@@ -77,7 +77,7 @@ class MLXExporter(RecipeExporter):
                         f"{path} holds all experts of a layer, and {name} differs from the others: search with one "
                         "width for each projection of a layer's experts (`expert_groups='layer-projection'`)."
                     )
-        # The defaults are used by no module, but MLX asks the predicate only where its group size divides a row.
+        # No module uses the defaults, but MLX calls the predicate only if the default group size divides a row.
         smallest = min(entry["group_size"] for entry in modules.values())
         table = {"group_size": smallest, "bits": choice.commonest.bits, "modules": modules}
         files = {"quantization.json": as_json(table), "convert.py": _SCRIPT}
@@ -85,7 +85,7 @@ class MLXExporter(RecipeExporter):
 
 
 def mlx_paths(layout: Layout, name: str) -> tuple[str, ...]:
-    """What mlx-lm calls a linear: most often as transformers does, but a layer's experts are one module."""
+    """Names of a linear in mlx-lm: usually as in transformers, but a layer's experts are one module."""
     if layout.model_type == "gpt_neox" and name in ("lm_head", "embed_out"):
         return ("model.embed_out",)
     blocks = f"{layout.backbone}.{layout.block_list}"

@@ -2,12 +2,11 @@
 
 Three shapes, from the most to the least portable:
 
-* ``stock``: every layer keeps the same number, so the configuration just says a smaller number.
+* ``stock``: every layer keeps the same number, so only the number in the configuration changes.
 * ``per_layer``: layers keep different numbers. The configuration lists them (``num_experts_per_layer``), the
-  checkpoint carries the small modeling file that builds the layers so, and :func:`load_pruned` needs no remote
-  code to load it.
-* ``padded``: for engines that know one number only. Layers are filled up with slots that can never win the
-  router; possible where the router has a constant per expert.
+  checkpoint includes a small modeling file for such layers, and :func:`load_pruned` loads it without remote code.
+* ``padded``: for engines that support one number only. Layers are padded with slots that the router never picks;
+  possible if the router has a bias per expert.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ EXPERT_MAP_FILE = "kept_experts.json"
 
 @dataclass(frozen=True)
 class PrunedExport:
-    """What was written.
+    """Summary of a written checkpoint.
 
     Attributes:
         path: The checkpoint.
         shape: ``stock``, ``per_layer`` or ``padded``.
         counts: Experts that each sparse layer keeps.
-        reason: Why it is not a stock checkpoint; None where it is.
+        reason: Reason why it is not a stock checkpoint; None if it is.
     """
 
     path: Path
@@ -74,19 +73,19 @@ def export_pruned(
     """Write ``model`` without its pruned experts.
 
     Args:
-        model: The full model; it stays as it is.
+        model: The full model; not modified.
         keep: (all experts,) mask over the sparse layers in order, or one mask per layer; nonzero keeps.
         out: Folder to write; must not exist or be empty.
-        padded: Fill layers to one count instead of listing counts per layer. Ignored where the same count is
-            kept in every layer anyway.
-        tokenizer: Saved along, if given.
+        padded: Pad layers to one count instead of listing counts per layer. Ignored if every layer keeps the same
+            count.
+        tokenizer: Tokenizer to save, if any.
         max_shard_size: Largest safetensors file.
-        overwrite: Replace a folder that is there.
-        numbers: For each sparse layer, what its experts were called before ``model`` was pruned for the first time.
+        overwrite: Replace an existing folder.
+        numbers: For each sparse layer, the numbers of its experts before ``model`` was first pruned.
 
     Raises:
-        ValueError: The mask does not fit the model, or ``padded`` is asked of a router that cannot express it.
-        ExportError: The place is taken, full, or cannot be written to.
+        ValueError: The mask does not fit the model, or its router does not support ``padded``.
+        ExportError: The folder is not empty, the disk is full, or the folder cannot be written.
     """
     out = Path(out)
     plan = keep_plan(model, keep)
@@ -129,7 +128,7 @@ class PrunedExporter:
         overwrite: bool = False,
         numbers: Sequence[Sequence[int]] | None = None,
     ) -> ExportSummary:
-        """Write a model that has lost its pruned experts already; see :class:`rco.export.exporter.Exporter`.
+        """Write a model without its pruned experts; see :class:`rco.export.exporter.Exporter`.
 
         Args:
             source: The model without its pruned experts.
@@ -142,7 +141,7 @@ class PrunedExporter:
         """
         if weights or dtype is not None:
             raise ExportError(
-                f"The format {self.name!r} holds unquantized weights in their own type; take compressed-tensors "
+                f"The format {self.name!r} holds unquantized weights in their own type; use compressed-tensors "
                 "or dense."
             )
         loaded = resolve_source(source)
@@ -175,14 +174,14 @@ class PrunedExporter:
 
 
 class PaddedExporter(PrunedExporter):
-    """Writes pruned layers filled up to one count, for engines that know one number of experts only."""
+    """Writes pruned layers padded to one number of experts, for engines that support one number only."""
 
     name: ClassVar[str] = "pruned-padded"
     padded: ClassVar[bool] = True
 
 
 def load_pruned(path: str | Path, **kwargs: Any) -> nn.Module:
-    """Load a checkpoint of :func:`export_pruned`, of any shape, without running code that it carries.
+    """Load a checkpoint of :func:`export_pruned`, of any shape, without running its code.
 
     Args:
         path: The checkpoint.

@@ -1,7 +1,7 @@
-"""What recipes share: they tell another tool which linear gets which width, and leave the quantizing to it.
+"""Base of recipes: files that give another tool the width of every linear for its own quantization.
 
-A recipe names every linear that was searched, so that nothing is left to a tool's own rules; what the tool cannot
-do is refused here, before it would do something else instead.
+A recipe names every searched linear, so that the tool's own rules have no effect. A width or group size that the
+tool does not support is an error here, because the tool might silently use another one.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["Choice", "Recipe", "RecipeExporter", "as_json"]
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search has chosen, as recipes need it.
+    """Choice of a search, for recipes.
 
     Attributes:
         loaded: The full model.
-        linears: All its linears, the output layer last, by name.
-        schemes: How each of them is stored; :data:`ORIGINAL` where it is left alone.
+        linears: All linears by name, the output layer last.
+        schemes: Format of each linear; :data:`ORIGINAL` if unquantized.
     """
 
     loaded: LoadedModel
@@ -44,7 +44,7 @@ class Choice:
 
     @classmethod
     def of(cls, loaded: LoadedModel, weights: Mapping[str, PackedWeight]) -> Choice:
-        """The choice that packed weights stand for."""
+        """The choice of given packed weights."""
         found = model_linears(loaded.layout, loaded.model, include_head=True)
         linears = {info.name: info for info in found}
         unknown = sorted(weights.keys() - linears.keys())
@@ -55,22 +55,22 @@ class Choice:
 
     @property
     def quantized(self) -> dict[str, IntegerGrid]:
-        """Those that are not left alone; never empty."""
+        """Schemes of the quantized linears; never empty."""
         return {name: scheme for name, scheme in self.schemes.items() if isinstance(scheme, IntegerGrid)}
 
     @property
     def commonest(self) -> IntegerGrid:
-        """The scheme of most weights: what tools take as a default."""
+        """The most frequent scheme by number of weights, used as a tool's default."""
         counts: Counter[IntegerGrid] = Counter()
         for name, scheme in self.quantized.items():
             counts[scheme] += self.linears[name].parameters
         return max(counts, key=lambda scheme: (counts[scheme], scheme.bits))
 
     def called(self, name: str) -> str:
-        """What a tool that takes stacked experts apart calls a linear.
+        """Name of a linear in a tool that splits stacked experts.
 
-        The experts that it makes have a gate, an up and a down projection, whatever checkpoints call them (those
-        of Mixtral: w1, w3 and w2).
+        The split experts have a gate, an up and a down projection, whatever their names in checkpoints (in Mixtral:
+        w1, w3 and w2).
         """
         info = self.linears[name]
         return (
@@ -80,7 +80,7 @@ class Choice:
         )
 
     def other_linears(self) -> list[str]:
-        """Linear modules that are never searched, such as routers; a tool might take them for its own."""
+        """Linear modules that are never searched, such as routers, but that a tool might quantize."""
         return [
             name
             for name, module in self.loaded.model.named_modules()
@@ -88,29 +88,29 @@ class Choice:
         ]
 
     def require(self, tool: str, widths: set[int], group_sizes: set[int] | None = None) -> None:
-        """Refuse widths or group sizes that a tool does not have; a group may be a whole row."""
+        """Raise for widths or group sizes that a tool does not support; a group may be a whole row."""
         for name, scheme in self.quantized.items():
             size = scheme.group_size or self.linears[name].in_features
             if scheme.bits not in widths:
                 raise ExportError(
-                    f"{name} has {scheme.bits} bits; {tool} takes {', '.join(map(str, sorted(widths)))}. "
-                    "Search with `widths` that it takes."
+                    f"{name} has {scheme.bits} bits; {tool} supports {', '.join(map(str, sorted(widths)))}. "
+                    "Search with other `widths`."
                 )
             if group_sizes is not None and size not in group_sizes:
                 raise ExportError(
-                    f"{name} has groups of {size}; {tool} takes {', '.join(map(str, sorted(group_sizes)))}. Search "
-                    "with a `group_size` that it takes."
+                    f"{name} has groups of {size}; {tool} supports {', '.join(map(str, sorted(group_sizes)))}. "
+                    "Search with another `group_size`."
                 )
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The files of a recipe, by name, and what the tool will make of them where that is known.
+    """Files of a recipe, and the sizes of the tool's tensors, if known.
 
     Attributes:
-        files: Text of each file, besides the README.
-        usage: What to type, for the README and the report.
-        tensors: Bytes of each tensor that the tool will write; empty where it decides.
+        files: Text of each file by name, without the README.
+        usage: Commands for the README and the report.
+        tensors: Bytes of each tensor that the tool will write; empty if unknown.
     """
 
     files: Mapping[str, str]
@@ -134,21 +134,21 @@ class RecipeExporter(ABC):
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
     ) -> ExportSummary:
-        """Write a recipe; the packed weights say which linear has which scheme, their values go nowhere.
+        """Write a recipe; only the schemes of the packed weights are used, not their values.
 
         Args:
             source: The full-precision model.
-            weights: Packed weight of every quantized linear, by name; the others are left alone.
+            weights: Packed weight of every quantized linear, by name.
             out: The folder to make.
             dtype: Not used: a recipe holds no tensors.
             max_shard_size: Not used.
             overwrite: Replace a folder that is not empty.
 
         Raises:
-            ExportError: The tool cannot do what was chosen, or the folder cannot be written.
+            ExportError: The tool does not support the choice, or the folder cannot be written.
         """
         if not weights:
-            raise ExportError("Every linear is left alone: there is nothing to write a recipe for.")
+            raise ExportError("No linear is quantized, so there is nothing to write a recipe for.")
         recipe = self.recipe(Choice.of(resolve_source(source), weights))
         files = {**recipe.files, "README.md": f"# Recipe for {self.name}\n\n{recipe.usage}"}
         with atomic_folder(out, overwrite=overwrite) as folder:

@@ -1,4 +1,4 @@
-"""Safetensors files written tensor by tensor, and read back to see that they are what was meant."""
+"""Safetensors files, written tensor by tensor and verified by reading them back."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def write_checkpoint(
     """Write tensors as one safetensors file, or as several with an index.
 
     Args:
-        folder: Where to.
-        tensors: What to write; the names must be distinct.
-        fetch: Gives a tensor by name, one at a time; at most one is in memory.
+        folder: The folder to write to.
+        tensors: Tensors to write; the names must be distinct.
+        fetch: Returns a tensor by name; at most one is in memory at a time.
         max_shard_size: Data bytes per file.
     """
     shards = plan_shards(tensors, max_shard_size)
@@ -65,19 +65,19 @@ def _raw(tensor: Tensor, spec: TensorSpec) -> Any:
             f"{spec.name} should be {spec.dtype} {spec.shape}, got {tensor.dtype} {tuple(tensor.shape)}."
         )
     dense = tensor.detach().to("cpu").contiguous()
-    # A single element may count as contiguous with any stride, which a change of type does not accept.
+    # A single element counts as contiguous with any stride, but a view of another type needs stride 1.
     flat = dense.as_strided((dense.numel(),), (1,))
     return flat.view(torch.uint8).numpy()
 
 
 def verify_checkpoint(folder: Path, tensors: Sequence[TensorSpec]) -> int:
-    """Read the headers of a folder's files back and compare them with what should be there.
+    """Compare the headers of a folder's files with the expected tensors.
 
     Returns:
         Bytes of all safetensors files.
 
     Raises:
-        ExportError: A tensor is missing, unexpected, twice there or of another kind, or a file has another length.
+        ExportError: A tensor is missing, unexpected, duplicated or of another kind, or a file has another length.
     """
     wanted = {spec.name: spec for spec in tensors}
     found: dict[str, str] = {}
@@ -102,7 +102,7 @@ def verify_checkpoint(folder: Path, tensors: Sequence[TensorSpec]) -> int:
             found[name], end = path.name, stop
         if size != 8 + length + end:
             raise ExportError(
-                f"{path.name} has {size} bytes, its header promises {8 + length + end}; export again."
+                f"{path.name} has {size} bytes instead of {8 + length + end} as in its header; export again."
             )
     missing = sorted(wanted.keys() - found.keys())
     if missing:

@@ -1,1 +1,1 @@
-"""Whole jobs in one call each: what the command line runs, and nothing else."""
+"""Whole jobs in one call each; the command line runs these."""

@@ -1,4 +1,4 @@
-"""Writing the checkpoint of an allocation, and checking what was written: budget, engine, logits."""
+"""Export of an allocation's checkpoint, with checks of the written files: budget, engine, logits."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ def export_checkpoint(
     overwrite: bool = False,
     deployed: Deployed | None = None,
 ) -> dict[str, Any]:
-    """Write the checkpoint of an allocation, and check what was written.
+    """Write the checkpoint of an allocation and check the written files.
 
-    What the plan's engine would refuse is refused before anything is written.
+    A checkpoint that the plan's engine would not load is an error before anything is written.
 
     Args:
         planned: The compression.
-        allocation: What was chosen.
+        allocation: The chosen allocation.
         format: Name of an exporter.
         out: The folder.
-        tokens: (1, length) ids on which a pruned checkpoint is read back and compared; None: the first ones.
-        overwrite: Replace a folder that is there.
-        deployed: Model and packed weights to write, where the compression no longer has its candidates.
+        tokens: (1, length) ids on which the logits of a pruned checkpoint are compared; None: the first ones.
+        overwrite: Replace an existing folder.
+        deployed: Model and packed weights to write, if the compression no longer has its candidates.
 
     Returns:
         The sections ``export``, ``certificate`` and ``engine`` of a run's metrics.
@@ -105,7 +105,7 @@ def _export_quantized(
 
 
 def make_exporter(format: str, kind: str) -> Any:
-    """The exporter of a format, which must be one for this kind of compression."""
+    """Exporter of a format; an error if the format does not fit this kind of compression."""
     exporter = registry.load(registry.EXPORTERS, format, "format")()
     if exporter.kind != kind:
         fitting = [
@@ -118,15 +118,15 @@ def make_exporter(format: str, kind: str) -> Any:
 
 
 def check_format(format: str, engine: Engine, *, pruned: bool = False) -> Any:
-    """The exporter of a format for quantized weights, if it can say what a search for the engine finds.
+    """Exporter of a format for quantized weights, if it can express every result of a search for the engine.
 
     Args:
-        format: Its name.
-        engine: What the search counts sizes for.
-        pruned: Experts are taken out, or may be.
+        format: Name of the format.
+        engine: Engine that the search is for.
+        pruned: Whether experts may be removed.
 
     Raises:
-        ValueError: There is no such format, its sizes are others, or it cannot take experts out.
+        ValueError: The format is unknown, stores other sizes than the search counts, or cannot remove experts.
     """
     exporter = make_exporter(format, "quantization")
     if pruned and isinstance(exporter, RecipeExporter):
@@ -136,8 +136,8 @@ def check_format(format: str, engine: Engine, *, pruned: bool = False) -> Any:
         )
     if format == "llama.cpp" and not engine.gguf:
         raise ValueError(
-            "llama.cpp has block types of its own, which a search for "
-            f"`serve='{engine.name}'` does not offer: search with `serve='llamacpp'`."
+            "llama.cpp has its own block types, which are not among the options of "
+            f"`serve='{engine.name}'`: search with `serve='llamacpp'`."
         )
     if engine.gguf and format == "compressed-tensors":
         raise ValueError(
@@ -147,12 +147,13 @@ def check_format(format: str, engine: Engine, *, pruned: bool = False) -> Any:
 
 
 def check_recipe(exporter: Any, loaded: LoadedModel, plan: CompressionPlan) -> None:
-    """Refuse, before a search, groups and widths of which a recipe could not name every combination.
+    """Raise, before a search, if a recipe cannot express every combination of groups and widths.
 
     Raises:
         ExportError: The tool lacks a width, or needs one for linears that are not in one group.
     """
-    if not isinstance(exporter, RecipeExporter) or plan.gguf is not None:  # GGUF's rules are the plan's own
+    # Plans for GGUF files already follow the rules of their recipe.
+    if not isinstance(exporter, RecipeExporter) or plan.gguf is not None:
         return
     linears = {info.name: info for info in model_linears(loaded.layout, loaded.model, include_head=True)}
     # Neighbouring groups at different widths, and every group at each of its own.
@@ -167,7 +168,7 @@ def check_recipe(exporter: Any, loaded: LoadedModel, plan: CompressionPlan) -> N
 
 
 def _check_used(budget: Budget, used: int, allowed: int | Fraction) -> None:
-    """Refuse a checkpoint that takes more than was asked for; the search makes that impossible."""
+    """Raise if a checkpoint exceeds its budget, which would be an internal error."""
     if used > allowed:
         raise RuntimeError(
             f"Internal error: the checkpoint takes {used:,} where {budget} allow {float(allowed):,.0f}; "
@@ -176,10 +177,10 @@ def _check_used(budget: Budget, used: int, allowed: int | Fraction) -> None:
 
 
 def _certify_blocks(planned: Planned, tensors: Mapping[str, int]) -> dict[str, Any]:
-    """The budget, counted once more from the block types that a recipe names."""
+    """The budget, counted again from the block types of a recipe."""
     backend, budget = planned.compression, planned.budget
     plan = backend.plan
-    assert plan.gguf is not None  # the exporter takes no other grids than GGUF's
+    assert plan.gguf is not None  # the exporter supports GGUF grids only
     names = {name for info in plan.linears for name in gguf_names(plan.gguf.layout, info.name)}
     stored = 8 * sum(tensors[name] for name in names)
     total = sum(size + -size % ALIGNMENT for size in tensors.values())
@@ -189,7 +190,7 @@ def _certify_blocks(planned: Planned, tensors: Mapping[str, int]) -> dict[str, A
         "source": "the block types that the recipe names",
     }
     if budget.kind not in ("bpw", "size") or backend.count != "all":
-        return found  # such a budget counts codes, or experts alone, which the sizes of tensors do not show
+        return found  # these budgets count codes or experts alone, which sizes of tensors do not show
     used = total if budget.kind == "size" else stored
     allowed = budget.amount if budget.kind == "size" else backend.costs(budget.kind).total(budget.amount)
     _check_used(budget, used, allowed)
@@ -197,7 +198,7 @@ def _certify_blocks(planned: Planned, tensors: Mapping[str, int]) -> dict[str, A
 
 
 def _certify_bits(planned: Planned, allocation: Allocation, folder: Path) -> dict[str, Any]:
-    """The budget, counted once more from the headers of what was written."""
+    """The budget, counted again from the headers of the written files."""
     size = checkpoint_size(folder)
     backend, budget = planned.compression, planned.budget
     rename = stored_names(backend.loaded.model)
@@ -234,9 +235,9 @@ def _export_pruning(
     overwrite: bool,
     pruned: LoadedModel | None,
 ) -> dict[str, Any]:
-    """Write the experts that stay; the checkpoint is read back and its logits on ``tokens`` compared.
+    """Write the model without pruned experts, read it back and compare its logits on ``tokens``.
 
-    ``pruned`` is the model without its pruned experts, where the full one is not to be read.
+    ``pruned`` is the model without its pruned experts, if already made.
     """
     exporter = make_exporter(format, planned.compression.kind)
     source = planned.compression.deployed(allocation)[0] if pruned is None else pruned
@@ -267,7 +268,7 @@ def _certify_experts(
     kept = int(backend.keep_of(allocation).sum())
     if not padded and sum(counts) != kept:
         raise RuntimeError(
-            f"Internal error: the checkpoint has {sum(counts)} experts, {kept} were to stay; please report this."
+            f"Internal error: the checkpoint has {sum(counts)} experts instead of {kept}; please report this."
         )
     tokens = tokens.to(planned.loaded.device)
     with computing_in(reloaded.model, backend.compute_dtype), torch.no_grad():

@@ -1,8 +1,8 @@
 """Methods side by side on one problem: the same candidates, tokens and evaluation, several seeds, one table.
 
-Every search may forward the same number of tokens, a backward counted as two, and whatever prepares it counts: the
-gradients behind RCO's prior and curvature, HIGGS's disturbances, the choice among candidates, the exchanges. What
-all methods share is free: the candidates, scores from one forward pass, and the full model's predictions.
+Every search may forward the same number of tokens, a backward counted as two. Preparation counts too: the gradients
+for RCO's prior and curvature, HIGGS's disturbances, the comparison of candidates, the exchanges. Work that all
+methods share is free: the candidates, scores from one forward pass, and the full model's predictions.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from rco.pipeline.configs import PLAIN, ComparePruneConfig, CompareQuantizeConfi
 from rco.pipeline.entrants import FIXED, Allowance, Entrant, ExpertEntrant, parse_methods
 from rco.pipeline.estimate import Estimate
 from rco.pipeline.evaluate import measure_tasks, read_tasks
+from rco.pipeline.evaluate_allocations import AllocationEvaluator
 from rco.pipeline.jobs import run_jobs
-from rco.pipeline.judge import Judge
 from rco.pipeline.planning import build_data, open_run, plan_compression, run_folder, slug
 from rco.pipeline.progress import Progress, Silent
 from rco.pipeline.searchers import impq_pair, make_searcher, search_settings
@@ -58,26 +58,26 @@ __all__ = [
 CompareConfig = CompareQuantizeConfig | ComparePruneConfig
 
 _PROCESS = 2**29  # bytes that Python and torch take before there is a model
-# Most of an allowance that goes into the gradients behind the prior.
+# Largest share of an allowance for the gradients of the prior.
 _PRIOR_SHARE = 0.25
-_CURVE_SHARES = (1 / 16, 1 / 4)  # of the allowance, after which the present answer is judged; and at the end
+_CURVE_SHARES = (1 / 16, 1 / 4)  # of the allowance, after which the current best is evaluated
 _SWEEP_SHARE = 0.25  # of the allowance, for each budget of a sweep
-# Of experts: shares of a long and of a short allowance for the sensitivities that a gradient search starts from.
+# For experts: shares of a long and of a short allowance for the initial sensitivities of a gradient search.
 _SENSITIVITY, _SENSITIVITY_SHORT = 0.2, 0.6
-_SHORT = 400  # evaluations below which nothing is left for steps where sensitivities are known
+_SHORT = 400  # evaluations below which a search with sensitivities has no budget for steps
 _START_CANDIDATES = 4  # before its first step: the uniform assignment, the knapsacks of prior and proxy
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured, and where it is written.
+    """Results of a comparison and the paths of its files.
 
     Attributes:
         rows: One per budget and method: means and standard deviations over seeds.
         entries: One per search.
-        failed: Searches that could not be run, and why.
-        folder: Holds ``comparison.json``, ``comparison.md``, ``comparison.csv`` and the plots.
-        plots: The pictures.
+        failed: Reasons of failed searches, by name.
+        folder: Folder with ``comparison.json``, ``comparison.md``, ``comparison.csv`` and the plots.
+        plots: Paths of the plots.
     """
 
     rows: list[dict[str, Any]]
@@ -89,14 +89,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class SearchJob:
-    """One method, once.
+    """One search with one method.
 
     Attributes:
-        budget: As it was typed.
-        label: The method as the comparison names it.
-        share: Part of the allowance.
-        seed: Of the search.
-        curve: Judge the answers on the way, too.
+        budget: Budget as typed.
+        label: Name of the method in the comparison.
+        share: Share of the allowance.
+        seed: Seed of the search.
+        curve: Also evaluate intermediate results.
     """
 
     budget: str
@@ -113,7 +113,7 @@ class SearchJob:
 
 @dataclass(frozen=True)
 class SweepJob:
-    """RCO at one budget after the other, each search started from what the one before has found."""
+    """RCO at a series of budgets, each search starting from the previous result."""
 
     budgets: tuple[str, ...]
     seed: int
@@ -141,7 +141,7 @@ class _Prepared:
 
 
 class Contest(ABC):
-    """The model, its candidates and the judge, in one process."""
+    """Runs the jobs of a comparison in one process, with the model, its candidates and an evaluator."""
 
     config: CompareConfig
     allowance: Allowance
@@ -152,12 +152,12 @@ class Contest(ABC):
         self.tokens_per_batch = self.config.batch_size * self.config.length
 
     @abstractmethod
-    def prepare(self, seed: int) -> tuple[DataSplits, Judge]:
-        """Candidates or scores, the text of a seed, and its judge."""
+    def prepare(self, seed: int) -> tuple[DataSplits, AllocationEvaluator]:
+        """Make candidates or scores; returns the text of a seed and its evaluator."""
 
     @abstractmethod
     def problem(self, budget: str) -> AllocationProblem:
-        """The problem at a budget, as it was typed."""
+        """The problem at a budget as typed."""
 
     @abstractmethod
     def search(
@@ -170,7 +170,7 @@ class Contest(ABC):
         """Title, allowance and full model; see :func:`rco.pipeline.compare_tables.write_comparison`."""
 
     def do(self, job: SearchJob | SweepJob) -> dict[str, Any]:
-        """The entries of the table that a job makes."""
+        """Run a job; returns its entries of the table."""
         if isinstance(job, SearchJob):
             return {"entries": [self.measure(job)]}
         entries: list[dict[str, Any]] = []
@@ -181,12 +181,12 @@ class Contest(ABC):
         return {"entries": entries}
 
     def measure(self, job: SearchJob, before: np.ndarray | None = None) -> dict[str, Any]:
-        """Search, then judge what was found; ``before`` is an allocation to start from."""
-        _, judge = self.prepare(job.seed)
+        """Search, then evaluate the result; ``before`` is an allocation to start from."""
+        _, evaluator = self.prepare(job.seed)
         problem = self.problem(job.budget)
         curve = _Curve(job.share, self.allowance) if job.curve else None
         result, prepared = self.search(job, problem, curve, before)
-        row = judge.row(job.label, result.allocation, problem)
+        row = evaluator.row(job.label, result.allocation, problem)
         spent = result.forwards + 2 * result.backwards + prepared.evaluations
         entry = {
             "budget": self._budget_label(job.budget),
@@ -194,7 +194,7 @@ class Contest(ABC):
             "method": result.method,
             "seed": job.seed,
             **{key: value for key, value in row.items() if key != "name"},
-            **self._amounts(result, judge, problem),
+            **self._amounts(result, evaluator, problem),
             "forward_tokens": (result.forwards + prepared.forwards) * self.tokens_per_batch,
             "backward_tokens": (result.backwards + prepared.backwards) * self.tokens_per_batch,
             "tokens": spent * self.tokens_per_batch,
@@ -207,7 +207,7 @@ class Contest(ABC):
         }
         if curve is not None:
             points = [
-                [tokens, judge.divergence(problem.allocation(choices))]
+                [tokens, evaluator.divergence(problem.allocation(choices))]
                 for tokens, choices in curve.points.items()
                 if tokens < entry["tokens"]
             ]
@@ -218,12 +218,14 @@ class Contest(ABC):
         return budget
 
     @abstractmethod
-    def _amounts(self, result: SearchResult, judge: Judge, problem: AllocationProblem) -> dict[str, Any]:
-        """What an entry says of an allocation beside its quality."""
+    def _amounts(
+        self, result: SearchResult, evaluator: AllocationEvaluator, problem: AllocationProblem
+    ) -> dict[str, Any]:
+        """Size of an allocation and other values of an entry beside its quality."""
 
 
 class WidthContest(Contest):
-    """Ways of choosing widths, from the same candidates and on the same text."""
+    """Methods for choosing widths, on the same candidates and text."""
 
     def __init__(self, config: CompareQuantizeConfig) -> None:
         self.config: CompareQuantizeConfig = config
@@ -231,27 +233,27 @@ class WidthContest(Contest):
         super().__init__(config.single(config.budget_list()[0]))
         self.compression.keep_references = True
         for budget in config.budget_list()[1:]:
-            self.problem(budget)  # budgets out of reach fail early
+            self.problem(budget)  # infeasible budgets fail early
         self._data = build_data(config, self.planned.loaded.tokenizer)
-        self._judge: Judge | None = None
+        self._evaluator: AllocationEvaluator | None = None
 
-    def prepare(self, seed: int) -> tuple[DataSplits, Judge]:
-        """The candidates that are missing; text and judge are the same for all seeds."""
+    def prepare(self, seed: int) -> tuple[DataSplits, AllocationEvaluator]:
+        """Make missing candidates; text and evaluator are the same for all seeds."""
         if self.compression.store is None:
             self.compression.candidates(self._data.search)
-        if self._judge is None:
-            self._judge = Judge(self.compression, self._data.evaluation)
-        return self._data, self._judge
+        if self._evaluator is None:
+            self._evaluator = AllocationEvaluator(self.compression, self._data.evaluation)
+        return self._data, self._evaluator
 
     def problem(self, budget: str) -> AllocationProblem:
-        """The problem at a budget, as it was typed."""
+        """The problem at a budget as typed."""
         return self.compression.problem(Budget.parse(**self.config.single(budget).budgets()))
 
     def describe(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Title, allowance and full model."""
         config = self.config
-        _, judge = self.prepare(config.seed)
-        full = judge.row("full model", None, self.planned.problem)
+        _, evaluator = self.prepare(config.seed)
+        full = evaluator.row("full model", None, self.planned.problem)
         if config.tasks:
             full["tasks"] = measure_tasks(self.planned.loaded, config.tasks, config.limit, config.seed)
         return {
@@ -276,14 +278,14 @@ class WidthContest(Contest):
             config,
             pair=impq_pair(compression.plan, problem),
         )
-        beliefs: dict[str, Tensor] = {}
+        inputs: dict[str, Tensor] = {}
         compression.use_differences(prepared.differences if entrant.prior else None, prepared.layer_errors)
         if entrant.prior:
-            beliefs = compression.beliefs(problem, "fisher", config.strength)
+            inputs = compression.search_inputs(problem, "fisher", config.strength)
             if before is not None:
-                beliefs["prior"][torch.arange(len(before)), torch.from_numpy(before)] += config.strength
+                inputs["prior"][torch.arange(len(before)), torch.from_numpy(before)] += config.strength
         elif entrant.start == "weight-error":
-            beliefs = compression.beliefs(problem, "weight-error", 1.0)
+            inputs = compression.search_inputs(problem, "weight-error", 1.0)
 
         def on_incumbent(record: StepRecord, incumbent: Callable[[], np.ndarray | None]) -> None:
             spent = record.forwards + 2 * record.backwards + prepared.evaluations
@@ -301,17 +303,17 @@ class WidthContest(Contest):
                 problem,
                 objective.with_tables(**tables),
                 on_incumbent=on_incumbent if curve is not None else None,
-                **beliefs,
+                **inputs,
             )
         return result, prepared
 
     def _measure_options(self, entrant: Entrant, seed: int, evaluations: int | None) -> _Prepared:
-        """Sensitivities on as many sequences as the allowance should give to them."""
+        """Measure sensitivities on a number of sequences that fits the allowance."""
         compression, config, text = self.compression, self.config, self._data.search
         fisher = entrant.prior or entrant.measures_fisher
         mxmoe = entrant.method == "mxmoe"
         layers = bool(compression.plan.experts) and (entrant.prior or mxmoe)
-        # A forward and a backward; the full model once, and its experts at every width.
+        # Gradients: a forward and a backward. Layer errors: the full model once, and its experts at every width.
         backwards = 1 if fisher else 0
         forwards = backwards + (1 + len(compression.plan.options) if layers else 0)
         if not forwards:
@@ -338,19 +340,21 @@ class WidthContest(Contest):
         )
 
     def _measured_once(self, name: str, measure: Callable[[], Tensor]) -> tuple[Tensor, float]:
-        """A table that searches share, and the seconds that it took."""
+        """A table shared by searches, and the seconds that its measurement took."""
         folder = make_folder(self.config.folder() / "sensitivities")
         path = folder / f"{name}.safetensors"
         if not path.exists():
             began = time.perf_counter()
             found = measure()
             seconds = time.perf_counter() - began
-            # Workers that need it at the same moment measure the same.
+            # Workers that need it at the same time each measure it, with the same result.
             write_tensors_atomic(path, {"table": found}, {"seconds": str(seconds)}, shared=True)
         with safe_open(path, "pt") as file:
             return file.get_tensor("table"), float(file.metadata()["seconds"])
 
-    def _amounts(self, result: SearchResult, judge: Judge, problem: AllocationProblem) -> dict[str, Any]:
+    def _amounts(
+        self, result: SearchResult, evaluator: AllocationEvaluator, problem: AllocationProblem
+    ) -> dict[str, Any]:
         found: dict[str, Any] = {"bits_exact": str(self.compression.average_width(result.allocation))}
         if self.config.tasks:
             with self.compression.apply(result.allocation) as model:
@@ -359,24 +363,24 @@ class WidthContest(Contest):
 
 
 class ExpertContest(Contest):
-    """Ways of choosing experts; every seed has text, and so scores, of its own."""
+    """Methods for choosing experts; every seed has its own text and scores."""
 
     def __init__(self, config: ComparePruneConfig) -> None:
         self.config: ComparePruneConfig = config
         self.allowance = Allowance(config.tokens or config.default_tokens())
         super().__init__(config)
-        self._prepared: tuple[int, DataSplits, Judge] | None = None
+        self._prepared: tuple[int, DataSplits, AllocationEvaluator] | None = None
 
-    def prepare(self, seed: int) -> tuple[DataSplits, Judge]:
-        """Text, scores and judge of a seed."""
+    def prepare(self, seed: int) -> tuple[DataSplits, AllocationEvaluator]:
+        """Text, scores and evaluator of a seed."""
         if self._prepared is None or self._prepared[0] != seed:
             data = build_data(dataclasses.replace(self.config, seed=seed), self.planned.loaded.tokenizer)
             self.compression.score_experts(data.search)
-            self._prepared = seed, data, Judge(self.compression, data.evaluation)
+            self._prepared = seed, data, AllocationEvaluator(self.compression, data.evaluation)
         return self._prepared[1:]
 
     def problem(self, budget: str) -> AllocationProblem:
-        """The problem; a comparison of prunings has one budget."""
+        """The problem; a pruning comparison has one budget."""
         return self.planned.problem
 
     def _budget_label(self, budget: str) -> str:
@@ -408,7 +412,7 @@ class ExpertContest(Contest):
         prepared = self._sense(entrant, data.search, seed, allowance)
         selection = data.selection
         if prepared.forwards and allowance < _SHORT:
-            # Too little for steps: the starting points alone are compared, on as much text as is left for them.
+            # No budget for steps: only the starting points are compared, on as much text as the allowance permits.
             left = (allowance - prepared.evaluations) // _START_CANDIDATES
             selection = selection.select(slice(0, max(left, 1) * self.config.batch_size))
             settings = {**search_settings(self.config), "steps": 0, "refine": 0, "seed": seed}
@@ -416,13 +420,15 @@ class ExpertContest(Contest):
         else:
             searcher = entrant.make(allowance - prepared.evaluations, seed, self.config)
         with self.compression.objective(data.search, selection) as objective:
-            result: SearchResult = searcher.search(self.planned.problem, objective, **self._beliefs(entrant))
+            result: SearchResult = searcher.search(
+                self.planned.problem, objective, **self._search_inputs(entrant)
+            )
         return result, prepared
 
     def _sense(self, entrant: ExpertEntrant, data: CalibrationSet, seed: int, allowance: int) -> _Prepared:
-        """Take the gradients behind a prior of sensitivities."""
+        """Compute the gradients for a prior from sensitivities."""
         config, compression = self.config, self.compression
-        compression.scores.pop("fisher", None)  # another search's, with its own allowance
+        compression.scores.pop("fisher", None)  # measured by another search, on another allowance
         usual = "none" if entrant.method == PLAIN else config.start
         if not entrant.gradient_search or (entrant.score or usual) != "fisher":
             return _Prepared()
@@ -433,25 +439,27 @@ class ExpertContest(Contest):
         batches = -(-count // config.batch_size)
         return _Prepared(forwards=batches, backwards=batches)
 
-    def _beliefs(self, entrant: ExpertEntrant) -> dict[str, Tensor]:
+    def _search_inputs(self, entrant: ExpertEntrant) -> dict[str, Tensor]:
         config, compression = self.config, self.compression
         if not entrant.gradient_search:
-            # Baselines take scores as they are; EvoESAP's order within a layer is REAP's, as published.
+            # Baselines use raw scores; EvoESAP orders experts within a layer by REAP, as published.
             return {"prior": score_table(compression.scores[entrant.score or "reap"])}
         if entrant.score is not None:
             return {"prior": compression.logits_of_scores(entrant.score, config.strength, config.prior_scale)}
         start = "none" if entrant.method == PLAIN else config.start
-        return compression.beliefs(self.planned.problem, start, config.strength, config.prior_scale)
+        return compression.search_inputs(self.planned.problem, start, config.strength, config.prior_scale)
 
-    def _amounts(self, result: SearchResult, judge: Judge, problem: AllocationProblem) -> dict[str, Any]:
+    def _amounts(
+        self, result: SearchResult, evaluator: AllocationEvaluator, problem: AllocationProblem
+    ) -> dict[str, Any]:
         return {
-            "full_perplexity": judge.row("full model", None, problem)["perplexity"],
+            "full_perplexity": evaluator.row("full model", None, problem)["perplexity"],
             "kept_per_layer": [len(layer) for layer in self.compression.kept(result.allocation)],
         }
 
 
 class _Curve:
-    """What a search would have answered at a few shares of its allowance: tokens spent -> choices."""
+    """Intermediate results of a search at a few shares of its allowance: choices by tokens spent."""
 
     def __init__(self, share: float, allowance: Allowance) -> None:
         self._tokens = None if allowance.tokens is None else share * allowance.tokens
@@ -460,7 +468,7 @@ class _Curve:
         self.points: dict[int, np.ndarray] = {}
 
     def see(self, tokens: int, seconds: float, incumbent: Callable[[], np.ndarray | None]) -> None:
-        """Note the first answer after each share, whichever of the limits is nearer."""
+        """Record the first result after each share of tokens or seconds, whichever is reached first."""
         used = max(
             0.0 if self._tokens is None else tokens / self._tokens,
             0.0 if self._seconds is None else seconds / self._seconds,
@@ -474,12 +482,12 @@ class _Curve:
 
 
 def make_contest(config: CompareConfig) -> Contest:
-    """The contest that a configuration describes; runs in every process of a comparison."""
+    """The contest of a configuration; called in every process of a comparison."""
     return WidthContest(config) if isinstance(config, CompareQuantizeConfig) else ExpertContest(config)
 
 
 def list_jobs(config: CompareConfig) -> list[SearchJob | SweepJob]:
-    """All jobs, seed by seed, so that what is there after a while is whole seeds."""
+    """All jobs, seed by seed, so that an interrupted comparison has complete seeds."""
     listed = parse_methods(config.methods)
     if config.seeds < 1:
         raise ValueError(f"`seeds` must be at least 1, got {config.seeds}.")
@@ -504,7 +512,7 @@ def list_jobs(config: CompareConfig) -> list[SearchJob | SweepJob]:
 
 
 def compare(config: CompareConfig, progress: Progress | None = None) -> Comparison:
-    """Run the jobs that the folder does not hold yet; write tables and plots.
+    """Run the jobs without a result in the folder; write tables and plots.
 
     Raises:
         ValueError: Every search failed.
@@ -512,7 +520,7 @@ def compare(config: CompareConfig, progress: Progress | None = None) -> Comparis
     progress = progress or Silent()
     jobs = list_jobs(config)
     if isinstance(config, CompareQuantizeConfig):
-        read_tasks(config.tasks, config.limit)  # refused now, not after the searches
+        read_tasks(config.tasks, config.limit)  # fail before the searches
         folder = config.folder()
         config = dataclasses.replace(config, out=folder, store=config.store or folder / "candidates")
     contest = make_contest(config)
@@ -546,7 +554,7 @@ def compare(config: CompareConfig, progress: Progress | None = None) -> Comparis
 
 
 def fitting_workers(expected: Estimate, threads: int) -> int:
-    """Processes that the cores and the free memory of this machine hold; one on a GPU."""
+    """Number of processes that fit the cores and the free memory of this machine; one on a GPU."""
     if expected.on_gpu:
         return 1
     fitting, free = available_cores() // threads, free_memory()
@@ -556,7 +564,7 @@ def fitting_workers(expected: Estimate, threads: int) -> int:
 
 
 def _nothing_to_compare(failed: Mapping[str, str]) -> str:
-    """Every job that failed under its reason; many fail for the same."""
+    """Message with the failed jobs grouped by reason."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in failed.items():
         by_reason.setdefault(reason, []).append(name)

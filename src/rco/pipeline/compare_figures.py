@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_comparison", "draw_divergence"]
 
-# Colours that differ for colour-blind readers; RCO has the first, in a heavier line.
+# Colours for colour-blind readers; RCO has the first, with a heavier line.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999", "#222222")
 _MARKERS = "os^Dv<>PX*ph"
 
@@ -25,14 +25,14 @@ def draw_comparison(
     entries: Sequence[Mapping[str, Any]],
     about: Mapping[str, Any],
 ) -> list[Path]:
-    """Draw what there is to draw; a comparison at one budget has no curve against bits."""
+    """Draw the available plots; a comparison at one budget has no curve against bits."""
     from matplotlib.figure import Figure
 
     budgets = list(dict.fromkeys(row["budget"] for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in sorted(rows, key=lambda row: float(row["kl"]))))
     style = {method: _style(method, place) for place, method in enumerate(methods)}
     drawn = []
-    # Budgets that only a sweep visits have nothing to be compared with.
+    # Budgets of a sweep alone have no other method to compare with.
     shared = [b for b in budgets if len({row["method"] for row in rows if row["budget"] == b}) > 1] or budgets
     if len(budgets) > 1:
         figure = Figure(figsize=(8, 5), layout="constrained")
@@ -134,7 +134,7 @@ def _recovery(axes: Axes, rows: Sequence[Mapping[str, Any]], tasks: bool) -> Non
         color=[_bar_colour(row) for row in shown],
     )
     axes.bar_label(bars, [f" {row['recovery']:.1f} %, {row['seconds']:.0f} s" for row in shown], fontsize=7)
-    low, high = shown[0]["recovery"], max(100.0, shown[-1]["recovery"])  # a task may go better than before
+    low, high = shown[0]["recovery"], max(100.0, shown[-1]["recovery"])  # recovery may exceed 100 %
     axes.set_xlim(max(0.0, low - max(0.2 * (high - low), 1.0)), high)
     axes.set_xlabel(
         "accuracy, % of the full model's" if tasks else "full model's perplexity, % of this one's"
@@ -144,7 +144,7 @@ def _recovery(axes: Axes, rows: Sequence[Mapping[str, Any]], tasks: bool) -> Non
 
 
 def _logarithmic(axes: Axes) -> None:
-    """A logarithmic axis of KL with numbers as the tables have them, whole powers or not."""
+    """A logarithmic KL axis with plain numbers as in the tables, also between powers of ten."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     axes.yaxis.set_major_formatter("{x:g}")

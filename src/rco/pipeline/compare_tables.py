@@ -1,4 +1,4 @@
-"""One table out of many searches: means and standard deviations over seeds, as Markdown, CSV and JSON."""
+"""A table of many searches: means and standard deviations over seeds, as Markdown, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rco.runs import environment
 
 __all__ = ["Draw", "as_csv", "markdown", "summarise", "table_columns", "write_comparison"]
 
-# Folder, rows, entries, what is said about all -> the pictures that were drawn.
+# Function of (folder, rows, entries, about); returns the paths of the plots.
 Draw = Callable[
     [Path, Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], Mapping[str, Any]], list[Path]
 ]
-_AMOUNTS = {"bits": "bits", "experts": "experts kept"}  # what entries have of, and what the column is called
+_AMOUNTS = {"bits": "bits", "experts": "experts kept"}  # key of an entry -> heading of its column
 
 
 def write_comparison(
@@ -32,11 +32,11 @@ def write_comparison(
     """Write ``comparison.json``, ``.md``, ``.csv`` and the plots; return the table's rows and the plots.
 
     Args:
-        folder: Where to.
+        folder: Folder of the files.
         about: ``title``; ``tokens`` and ``seconds``, the allowance of each search (None: no limit);
             ``full_model`` with its perplexity and, if measured, ``tasks``; ``failed``, name to reason.
         entries: One per search.
-        draw: Makes them.
+        draw: Draws the plots.
     """
     rows = summarise(entries, about["full_model"])
     write_json_atomic(
@@ -51,7 +51,7 @@ def write_comparison(
 def summarise(
     entries: Sequence[Mapping[str, Any]], full: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """A row per budget and method, best first within a budget; recovery where the full model was measured."""
+    """One row per budget and method, best first within a budget; with recovery if the full model was measured."""
     rows = []
     for budget in dict.fromkeys(entry["budget"] for entry in entries):
         mine = [entry for entry in entries if entry["budget"] == budget]
@@ -106,11 +106,11 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
 def table_columns(
     rows: Sequence[Mapping[str, Any]], corpora: bool = True
 ) -> list[tuple[str, Callable[[Mapping[str, Any]], str]]]:
-    """Heading of every column that people read, and how its cell is written.
+    """Heading and cell formatter of every column.
 
     Args:
-        rows: As :func:`summarise` makes them.
-        corpora: With the perplexity on each corpus, where there are several.
+        rows: Rows from :func:`summarise`.
+        corpora: Include the perplexity on each corpus, if there are several.
     """
 
     def plus_minus(key: str, digits: int, unit: float = 1.0) -> Callable[[Mapping[str, Any]], str]:
@@ -119,7 +119,7 @@ def table_columns(
                 return ""
             spread = (
                 f" ± {unit * row[f'{key}_std']:.{digits}f}" if row["seeds"] > 1 else ""
-            )  # one seed has none
+            )  # one seed has no spread
             return f"{unit * row[key]:.{digits}f}{spread}"
 
         return text
@@ -144,7 +144,7 @@ def table_columns(
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
-    """The table for people."""
+    """The table as Markdown."""
     limits = [
         f"{about['tokens']:,} tokens" if about["tokens"] else "",
         f"{about['seconds']:g} seconds" if about["seconds"] else "",
@@ -175,7 +175,7 @@ def markdown(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table for programs."""
+    """The table as CSV."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")

@@ -1,7 +1,7 @@
 """From a model and a budget to a checkpoint: plan, candidates, sensitivities, search, evaluation, export, report.
 
-Every stage leaves its result in the run's folder and is skipped when it is there, so that a run that was stopped
-anywhere goes on where it was and ends the same.
+Every stage writes its result to the run's folder and is skipped if the result exists, so an interrupted run
+continues where it stopped and ends with the same result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rco.models.loading import LoadedModel
 from rco.pipeline.checkpoints import export_checkpoint
 from rco.pipeline.configs import CompressConfig, PruneConfig
 from rco.pipeline.describe import describe
-from rco.pipeline.judge import Judge
+from rco.pipeline.evaluate_allocations import AllocationEvaluator
 from rco.pipeline.planning import Planned, build_data, export_format, open_run, plan_compression
 from rco.pipeline.progress import Progress, Silent
 from rco.pipeline.reference_allocations import reference_allocations
@@ -42,7 +42,7 @@ __all__ = ["Outcome", "compress", "method_label"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished run: its plan, what was found and measured, and where the files are."""
+    """Plan, results and paths of a finished run."""
 
     planned: Planned
     folder: Path
@@ -59,20 +59,20 @@ def compress(
     *,
     checkpoint: bool = True,
 ) -> Outcome | None:
-    """Run the whole job; with ``config.resume``, the rest of it. None on a rank that only helps rank 0.
+    """Run the whole job, or its remaining stages with ``config.resume``. None on ranks other than 0.
 
     Args:
-        config: What to do.
-        progress: Is told about stages and steps.
-        given: A model in memory, in place of the one that ``config`` names.
-        checkpoint: Whether the run's folder gets a checkpoint.
+        config: Settings of the job.
+        progress: Receives stages and steps.
+        given: A model in memory, instead of the one named in ``config``.
+        checkpoint: Whether to write a checkpoint to the run's folder.
     """
     progress = progress or Silent()
     with join(config.rank_timeout) as ranks:
         planned = plan_compression(config, progress, ranks, given)
         compression = planned.compression
         progress.message(_expectation(planned))
-        # Text or candidates that do not fit are found before the run has a folder.
+        # Unsuitable text or candidates fail before the run's folder is made.
         data = build_data(config, planned.loaded.tokenizer)
         ranks.require_same("model or data", (planned.loaded.fingerprint, data.search.fingerprint))
         compression.check_store(data.search)
@@ -110,7 +110,7 @@ def _lead(
 
 
 def _make_candidates(planned: Planned, data: DataSplits, run: RunDirectory) -> None:
-    """Packed options in the store; nothing where experts are only kept or removed."""
+    """Make packed options in the store; does nothing if experts are only kept or removed."""
     compression = planned.compression
     if compression.plan.removes_only:
         return
@@ -123,7 +123,7 @@ def _make_candidates(planned: Planned, data: DataSplits, run: RunDirectory) -> N
 def _measure_options(
     config: CompressConfig, planned: Planned, data: DataSplits, run: RunDirectory, progress: Progress
 ) -> dict[str, Tensor]:
-    """Give the compression its sensitivities, from the run if they are there; returns tables for the objective."""
+    """Set the compression's sensitivities, read from the run if present; returns tables for the objective."""
     compression = planned.compression
     if compression.plan.removes_only:
         assert isinstance(config, PruneConfig)
@@ -150,7 +150,7 @@ def _measure_options(
 
 
 def _kept(run: RunDirectory, name: str, file: str, measure: Callable[[], Tensor]) -> Tensor:
-    """A table from a file of the run; measured and written if it is not there."""
+    """A table from a file of the run; measured and written if missing."""
     saved = run.folder / file
     if not saved.exists():
         with _timed(run, "sensitivities"):
@@ -183,17 +183,17 @@ def _score_experts(
 
 
 def _sensitivity(config: PruneConfig) -> int:
-    """Sequences for gradients of experts: none where another score is the start."""
+    """Number of sequences for gradients of experts; 0 if the search starts from another score."""
     return config.sensitivity if config.start == "fisher" else 0
 
 
 def _expectation(planned: Planned) -> str:
-    """What can be asked for, and what it will take."""
+    """Message with the feasible budgets, and the expected memory and time."""
     expected, budget = planned.estimate, planned.budget
     low, high = planned.compression.budget_range(budget.kind)
     asked = str(budget) if budget.kind != "experts" else budget.argument.strip("`")
     text = (
-        f"{asked} asked; {budget.kind.replace('_', ' ')} from {low} to {high} can be had; "
+        f"requested {asked}; {budget.kind.replace('_', ' ')} from {low} to {high} are feasible; "
         f"memory about {expected.memory / 2**30:.2f} GiB"
     )
     if expected.on_gpu:
@@ -215,16 +215,16 @@ def _search(
     progress: Progress,
     known: Mapping[str, Tensor],
 ) -> SearchResult:
-    """The run's result: searched for, or read if the search is done.
+    """The run's result, from a search or, if already done, from its file.
 
-    ``known`` are tables that the objective gets (:meth:`rco.core.objective.Objective.table`).
+    ``known`` are tables for the objective (:meth:`rco.core.objective.Objective.table`).
     """
     if run.finished:
         found, groups = run.result, planned.problem.num_groups
         if len(found.allocation) != groups:
             raise RunError(
-                f"The allocation in {run.folder} has {len(found.allocation)} groups and the model {groups}: it was "
-                "made for another model. Remove the folder, or give another one."
+                f"The allocation in {run.folder} has {len(found.allocation)} groups, but the model has {groups}: "
+                "it belongs to another model. Remove the folder, or choose another one."
             )
         return found
     compression, device = planned.compression, planned.loaded.device
@@ -232,14 +232,14 @@ def _search(
     searcher = configured_searcher(config, own)
     with _timed(run, "search"), _shared_objective(planned, data) as objective:
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what earlier stages have left is not this one's
+            torch.cuda.empty_cache()  # so that the peak excludes memory cached by earlier stages
             torch.cuda.reset_peak_memory_stats(device)
         result = _run_search(
             run,
             searcher,
             planned.problem,
             objective.with_tables(**known),
-            _beliefs(config, planned),
+            _search_inputs(config, planned),
             progress,
             lambda units: compression.describe_cost(planned.budget.kind, units),
         )
@@ -250,9 +250,9 @@ def _search(
     return result
 
 
-def _beliefs(config: CompressConfig, planned: Planned) -> dict[str, Tensor]:
+def _search_inputs(config: CompressConfig, planned: Planned) -> dict[str, Tensor]:
     scale = config.prior_scale if isinstance(config, PruneConfig) else "global"
-    return planned.compression.beliefs(planned.problem, config.start, config.strength, scale)
+    return planned.compression.search_inputs(planned.problem, config.start, config.strength, scale)
 
 
 def _run_search(
@@ -260,14 +260,14 @@ def _run_search(
     searcher: Any,
     problem: AllocationProblem,
     objective: Objective,
-    beliefs: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
     progress: Progress,
     describe_cost: Callable[[float], str],
 ) -> SearchResult:
-    """Search with a checkpoint after every step, from the newest checkpoint if there is one; keep the result.
+    """Search from the newest checkpoint, if there is one, with a checkpoint after every step; write the result.
 
-    ``beliefs`` are the search's ``prior`` and ``proxy``, where they are known; ``describe_cost`` puts an expected
-    cost into words for the progress.
+    ``inputs`` are the search's ``prior`` and ``proxy``, if known; ``describe_cost`` formats an expected cost for
+    the progress.
     """
     checkpoint = run.load_checkpoint()
     step, state = checkpoint if checkpoint is not None else (0, None)
@@ -283,7 +283,7 @@ def _run_search(
         if record.phase == "refine":  # search steps are written with their checkpoint
             run.append_history(record)
 
-    arguments: dict[str, Any] = dict(beliefs)
+    arguments: dict[str, Any] = dict(inputs)
     if "on_checkpoint" in inspect.signature(searcher.search).parameters:
         arguments.update(on_checkpoint=on_checkpoint, resume=state)
     result: SearchResult = searcher.search(problem, objective, on_step=on_step, **arguments)
@@ -294,7 +294,7 @@ def _run_search(
 
 @contextmanager
 def _shared_objective(planned: Planned, data: DataSplits, spec: str | None = None) -> Iterator[Objective]:
-    """Rank 0: the objective, answered by all ranks; ``spec`` is what the data were built from, if not as usual."""
+    """Rank 0: the objective, computed by all ranks; ``spec`` is the text of ``data``, if not the configured one."""
     planned.ranks.call("search", spec)
     with (
         planned.compression.objective(data.search, data.selection) as objective,
@@ -306,7 +306,7 @@ def _shared_objective(planned: Planned, data: DataSplits, spec: str | None = Non
 def _assist(
     config: CompressConfig, planned: Planned, data: DataSplits, tasks: Mapping[str, Callable[[], object]]
 ) -> None:
-    """The other ranks: take part in the stages that rank 0 calls for."""
+    """Other ranks: take part in the stages that rank 0 starts."""
 
     def search(spec: str | None) -> None:
         own = data if spec is None else build_data(config, planned.loaded.tokenizer, spec)
@@ -331,7 +331,7 @@ def _evaluate(
     run: RunDirectory,
     progress: Progress,
 ) -> None:
-    """Measure named allocations (None is the full model) and the result; each row is kept as it is measured."""
+    """Measure named allocations (None is the full model) and the result; each row is written once measured."""
     rows = list(run.metrics.get("evaluation", []))
     done = {row["name"] for row in rows}
     listed = [*references, (method_label(result), result.allocation)]
@@ -349,13 +349,13 @@ def _measured(
     planned: Planned, data: DataSplits, listed: Sequence[tuple[str, Allocation | None]]
 ) -> Iterator[list[dict[str, Any]]]:
     """Rows of the comparison in their order, as many at a time as there are ranks."""
-    judge = Judge(planned.compression, data.evaluation)
+    evaluator = AllocationEvaluator(planned.compression, data.evaluation)
     ranks = planned.ranks
     for start in range(0, len(listed), ranks.count):
         part = listed[start : start + ranks.count]
 
         def share(mine: Sequence[int], part: Sequence[Any] = part) -> list[dict[str, Any]]:
-            return [judge.row(part[item][0], part[item][1], planned.problem) for item in mine]
+            return [evaluator.row(part[item][0], part[item][1], planned.problem) for item in mine]
 
         yield ranks.map(share, len(part))
 
@@ -363,11 +363,11 @@ def _measured(
 def _by_domain(
     config: PruneConfig, planned: Planned, data: DataSplits, run: RunDirectory, progress: Progress
 ) -> None:
-    """Search once on every domain alone; the models that result are measured on every domain."""
+    """Search on every domain alone; measure each resulting model on every domain."""
     compression = planned.compression
     moe = dict(run.metrics["moe"])
     measured: dict[str, Any] = dict(moe.get("by_domain", {}))
-    judge = Judge(compression, data.evaluation)
+    evaluator = AllocationEvaluator(compression, data.evaluation)
     domains = list(dict.fromkeys(data.search.domains))
     count = progress.stage("domains")
     before = {name: list(layers) for name, layers in compression.scores.items()}
@@ -378,8 +378,8 @@ def _by_domain(
                 compression.score_experts(own.search, sensitivity=_sensitivity(config))
                 searcher = configured_searcher(config)
                 with _shared_objective(planned, own, domain) as objective:
-                    result = searcher.search(planned.problem, objective, **_beliefs(config, planned))
-                measured[domain] = judge.row(domain, result.allocation, planned.problem)["by_domain"]
+                    result = searcher.search(planned.problem, objective, **_search_inputs(config, planned))
+                measured[domain] = evaluator.row(domain, result.allocation, planned.problem)["by_domain"]
                 moe["by_domain"] = measured
                 run.update_metrics({"moe": moe})
             count(position + 1, len(domains))
@@ -411,7 +411,7 @@ def _export(
 
 
 def method_label(result: SearchResult) -> str:
-    """What tables call a result."""
+    """Name of a result in tables."""
     return result.method.upper() if result.method == "rco" else result.method
 
 

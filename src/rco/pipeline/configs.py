@@ -1,6 +1,6 @@
-"""The settings of whole jobs. Each default is written here and nowhere else; flags are made from the fields.
+"""Settings of whole jobs. The only place of each default; command-line flags are made from the fields.
 
-Nothing heavy is imported here, so that ``rco --help`` answers at once.
+Nothing heavy is imported here, so that ``rco --help`` is fast.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ExpertPrior = Literal["fisher", "reap", "frequency", "mass", "none"]
 Compute = Literal["auto", "float32", "bfloat16"]
 _COMPUTE_HELP = "Type of the arithmetic; auto: float32 on a CPU, the checkpoint's elsewhere."
 _GROUP_SIZE = 64
-PLAIN = "rco-plain"  # Algorithm 1 as printed; what that means is said in rco.core.search
+PLAIN = "rco-plain"  # Algorithm 1 as printed, see rco.core.search
 TAU = (1.0, 0.1)  # first and last temperature of every other gradient search
 _REFINE = 20
 _STRENGTH = 3.0
@@ -42,7 +42,7 @@ _REFINE_HELP = "Most passes over the selection sequences for improving the best 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressConfig:
-    """What every kind of compression is told: where to write, the text, the search and the machine."""
+    """Settings of every kind of compression: output, text, search and machine."""
 
     model: str = setting(help="Built-in name, local folder or Hub id.")
 
@@ -131,32 +131,32 @@ class CompressConfig:
 
     @property
     def refine_passes(self) -> int:
-        """The passes over the selection text in force."""
+        """Passes over the selection text, default resolved."""
         if self.searcher == PLAIN:
             return 0
         return _REFINE if self.refine is None else self.refine
 
     def budgets(self) -> dict[str, str | None]:
-        """Every kind of budget that this compression takes, and what was typed for it."""
+        """Every kind of budget of this compression, with the typed value."""
         raise NotImplementedError
 
     @property
     def start(self) -> Any:
-        """What the initial logits come from."""
+        """Source of the initial logits."""
         raise NotImplementedError
 
     @property
     def strength(self) -> float:
-        """The scale of the initial logits."""
+        """Scale of the initial logits."""
         raise NotImplementedError
 
     @property
     def requested(self) -> str:
-        """The budget as it was typed."""
+        """The budget as typed."""
         return next((value for value in self.budgets().values() if value is not None), "")
 
     def identity(self) -> dict[str, Any]:
-        """What must agree for a run to be resumed."""
+        """Settings that must agree for a run to be resumed."""
         described = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("out", "resume", "graphs", "device_map", "rank_timeout"):
             described.pop(name)
@@ -168,7 +168,7 @@ class CompressConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeConfig(CompressConfig):
-    """Everything that decides a quantization run; the flags of ``rco quantize``."""
+    """Settings of a quantization run; the flags of ``rco quantize``."""
 
     bits: str | None = setting(None, help="Average width of the quantized weights, e.g. 2.5.", panel="Budget")
     bpw: str | None = setting(
@@ -208,7 +208,7 @@ class QuantizeConfig(CompressConfig):
 
     widths: str | None = setting(
         None,
-        help="Widths to choose from, e.g. 2,3,4,8; 16 keeps a layer unquantized. Default: all of `serve`.",
+        help="Widths to choose from, e.g. 2,3,4,8; 16 keeps a layer unquantized. Default: all that `serve` loads.",
         panel="Candidates",
     )
     group_size: int | None = setting(
@@ -295,27 +295,27 @@ class QuantizeConfig(CompressConfig):
 
     @property
     def start(self) -> Prior:
-        """The initial logits in force."""
+        """Source of the initial logits, default resolved."""
         return self.prior or ("uniform" if self.searcher == PLAIN else "fisher")
 
     @property
     def strength(self) -> float:
-        """The scale of the initial logits in force."""
+        """Scale of the initial logits, default resolved."""
         if self.prior_strength is not None:
             return self.prior_strength
         return 1.0 if self.prior == "weight-error" else _STRENGTH
 
     @property
     def columns_per_scale(self) -> int | None:
-        """The group size in force; None for one scale per row."""
+        """Group size, default resolved; None for one scale per row."""
         return (_GROUP_SIZE if self.group_size is None else self.group_size) or None
 
     def budgets(self) -> dict[str, str | None]:
-        """Bits, bits with scales, bytes, or bits that a token reads."""
+        """Bits, bits with scales, bytes, or bits of the weights that a token reads."""
         return {"bits": self.bits, "bpw": self.bpw, "size": self.size, "active_bits": self.active_bits}
 
     def identity(self) -> dict[str, Any]:
-        """As for every job; candidates may be replaced on the way, or kept elsewhere."""
+        """As for every job; replacement of candidates and their place in memory may differ."""
         described = super().identity()
         for name in ("overwrite_store", "memory"):
             described.pop(name)
@@ -325,11 +325,13 @@ class QuantizeConfig(CompressConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """What is measured on which models; the flags of ``rco evaluate``."""
+    """Models and measurements; the flags of ``rco evaluate``."""
 
     paths: list[str] = setting(help="Runs, checkpoints, Hub ids or built-in names.")
     reference: str | None = setting(None, help="Original model, for KL and recovery.")
-    data: Data = setting("builtin", help="Text: files, names, mixtures a+b.", flag=str)
+    data: Data = setting(
+        "builtin", help="Text: names (`rco ls data`), files, or mixtures such as a+b.", flag=str
+    )
     sequences: int = setting(48, help="Evaluation sequences.", least=1)
     length: int = setting(512, help="Tokens per sequence.", least=2)
     tasks: str | None = setting(
@@ -340,7 +342,7 @@ class EvaluateConfig:
     batch_size: int = setting(4, help="Sequences at a time.", least=1)
     seed: int = setting(0, help="Seed for choosing the sequences.")
     device: str = device_setting()
-    dtype: str = setting("auto", help="auto, bfloat16 or float32.")
+    dtype: str = setting("auto", help="Type of the model: auto, bfloat16 or float32.")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -348,10 +350,10 @@ class EvaluateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """From a finished run to a checkpoint in another format; the flags of ``rco export``."""
+    """Settings of an export of a finished run; the flags of ``rco export``."""
 
     run: Path = setting(help="Folder of a finished run.")
-    format: str = setting("compressed-tensors", help="See `rco ls formats`.")
+    format: str = setting("compressed-tensors", help="Checkpoint format; see `rco ls formats`.")
     out: Path | None = setting(None, help="Folder of the checkpoint; default: RUN/FORMAT.")
     overwrite: bool = setting(False, help="Replace an existing folder.")
     device: str = device_setting()
@@ -362,7 +364,7 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig(CompressConfig):
-    """Everything that decides a pruning run; the flags of ``rco prune``."""
+    """Settings of a pruning run; the flags of ``rco prune``."""
 
     model: str = setting(help="Built-in name, local folder or Hub id of a mixture-of-experts model.")
 
@@ -422,7 +424,7 @@ class PruneConfig(CompressConfig):
 
     @property
     def start(self) -> ExpertPrior:
-        """The score behind the initial logits in force."""
+        """Score for the initial logits, default resolved."""
         return self.prior or ("none" if self.searcher == PLAIN else "fisher")
 
     @property
@@ -431,11 +433,11 @@ class PruneConfig(CompressConfig):
         return self.prior_strength
 
     def budgets(self) -> dict[str, str | None]:
-        """Experts to prune, parameters or bytes that stay."""
+        """Experts to prune, or parameters or bytes to keep."""
         return {"experts": self.experts, "parameters": self.parameters, "size": self.size}
 
 
-_MOST_CANDIDATES = 8  # that a search compares at its end, at most
+_MOST_CANDIDATES = 8  # compared at the end of a search
 
 
 def _search_tokens(config: CompressConfig) -> int:
@@ -448,7 +450,7 @@ def _search_tokens(config: CompressConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchProcesses:
-    """How the searches of a comparison are spread over this machine."""
+    """Parallel processes of a comparison."""
 
     workers: int | None = setting(
         None,
@@ -502,16 +504,16 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
         super().__post_init__()
         if self.prior is not None:
             raise ValueError(
-                f"In a comparison the name of a method says where it starts, such as rco-plain+weight-error or "
+                f"In a comparison a method's name includes its initial logits, such as rco-plain+weight-error or "
                 f"evopress+prior: leave out `prior`, got {self.prior}."
             )
 
     def budget_list(self) -> list[str]:
-        """The budgets, as they were written."""
+        """The budgets as typed."""
         return [part.strip() for part in (self._budget()[1] or "").split(",") if part.strip()]
 
     def front(self) -> list[str]:
-        """The budgets of a sweep at equal distances, exact decimals, from the lowest to the highest."""
+        """Equally spaced budgets of a sweep, as exact decimals, from the lowest to the highest."""
         if self.bits is None:
             raise ValueError(
                 "`sweep` needs `bits` with the lowest and the highest budget, such as `bits='2.25,4.0'`."
@@ -521,7 +523,7 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
         if low == high:
             raise ValueError(f"`sweep` needs two different budgets in `bits`, got {self.bits}.")
         steps = [low + (high - low) * k / (self.sweep_budgets - 1) for k in range(self.sweep_budgets)]
-        # One that is also listed is written as it is there, so that both come under one heading.
+        # A budget that is also listed keeps its spelling, so that both have one heading.
         listed = dict(zip(ends, self.budget_list(), strict=True))
         return [
             listed.get(step) or f"{Decimal(round(step * 10**4)).scaleb(-4).normalize():f}" for step in steps
@@ -540,12 +542,12 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
         return named[0]
 
     def single(self, budget: str) -> QuantizeConfig:
-        """The same with one of the budgets, and without a checkpoint: export rules do not apply."""
+        """The same settings with one budget and no checkpoint, so that export rules do not apply."""
         named: dict[str, Any] = {self._budget()[0]: budget, "format": "none"}
         return dataclasses.replace(self, **named)
 
     def folder(self) -> Path:
-        """Where the comparison is kept."""
+        """Folder of the comparison."""
         kind, text = self._budget()
         name = f"compare-{Path(self.model).name}-{kind}-{text}"
         return self.out or Path("runs") / "".join(c if c.isalnum() or c in "-._" else "-" for c in name)

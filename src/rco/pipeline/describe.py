@@ -1,4 +1,4 @@
-"""What a run says about its model, its budget and what every group was given: the metrics behind the report."""
+"""Metrics of a run for the report: the model, the budget and the option of every group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["describe"]
 def describe(
     config: CompressConfig, planned: Planned, result: SearchResult, before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The sections of the metrics that do not need the evaluation; ``before`` are the metrics so far."""
+    """Sections of the metrics that do not need the evaluation; ``before`` are the metrics so far."""
     compression = planned.compression
     pruning = compression.plan.removes_only
     return {
@@ -46,7 +46,7 @@ def _model(name: str, loaded: LoadedModel) -> dict[str, Any]:
 
 
 def _budget(config: CompressConfig, planned: Planned, result: SearchResult) -> dict[str, Any]:
-    """The budget as asked and as used; a size is that of the whole checkpoint, the search sees a part of it."""
+    """Requested and used budget; a size counts the whole checkpoint, of which the search changes a part."""
     compression, problem = planned.compression, planned.problem
     counted = compression.costs(planned.budget.kind)
     allowed = sum(problem.unit_budgets) + counted.fixed
@@ -77,7 +77,7 @@ def _budget(config: CompressConfig, planned: Planned, result: SearchResult) -> d
 
 
 def _groups(compression: Compression, allocation: Allocation) -> dict[str, Any]:
-    """Every group with its width, and what its options were expected to do."""
+    """Every group with its width and the predicted losses of its options."""
     plan, store = compression.plan, compression.store
     losses, relative = compression.losses.numpy(), compression.relative_errors().numpy()
     return {
@@ -121,7 +121,7 @@ def _kept_experts(compression: Compression, allocation: Allocation) -> dict[str,
 
 
 def _expert_widths(compression: Compression, allocation: Allocation) -> dict[str, Any]:
-    """Widths of experts beside their routing frequency; nothing for a model without experts."""
+    """Widths and routing frequency of experts; empty for a model without experts."""
     plan, visits = compression.plan, compression.visits
     if not plan.experts or compression.store is None or visits is None:
         return {}
@@ -147,10 +147,10 @@ def _expert_widths(compression: Compression, allocation: Allocation) -> dict[str
 
 
 def _fitted(compression: Compression) -> dict[str, Any]:
-    """How many tokens the candidates of experts were fitted to, and how many were added for rare experts."""
+    """Numbers of tokens that experts were fitted to, and of tokens added for rarely visited ones."""
     plan, store = compression.plan, compression.store
     assert store is not None
-    if compression.settings.method != "gptq":  # plain rounding looks at no tokens
+    if compression.settings.method != "gptq":  # rounding to nearest uses no tokens
         return {"minimum_tokens": None, "topped_up": 0, "added_tokens": 0}
     label = plan.label(plan.packed[0])
     tensors = dict.fromkeys(info.stored_in for info in plan.experts if info.projection == "down")

@@ -18,10 +18,10 @@ from rco.pipeline.searchers import make_searcher, search_settings
 __all__ = ["FIXED", "POOLED", "Allowance", "Entrant", "ExpertEntrant", "parse_methods"]
 
 POOLED = "fisher-pooled"
-# Rules that no seed changes: they run once.
+# Deterministic rules: they run once.
 FIXED = ("uniform", "uniform-fill", "output-error")
 Start = Literal["zeros", "weight-error", "prior"]
-# From all experts down is the direction that pruning goes; up from too few for the router is none.
+# Pruning starts from all experts; starting from none would be below the router's top-k.
 _ALIASES = {"greedy": "greedy-down"}
 _BY_ACCEPTANCE = "evoesap-acceptance"
 _STARTS: dict[str, Start] = {"": "zeros", "weight-error": "weight-error", "prior": "prior"}
@@ -40,11 +40,11 @@ def parse_methods(text: str) -> list[tuple[str, str, float]]:
             value = 0.0
         if not 0 < value <= 1:
             raise ValueError(
-                f"{label!r}: after @ comes the share of the tokens, between 0 and 1, as in rco@0.1."
+                f"{label!r}: @ must be followed by a share of the tokens between 0 and 1, as in rco@0.1."
             )
         found.append((label, name, value))
     if not found:
-        raise ValueError("`methods` names no method; give a list such as rco,evoesap,random.")
+        raise ValueError("`methods` is empty; give a list such as rco,evoesap,random.")
     if len({label for label, _, _ in found}) < len(found):
         raise ValueError(f"`methods` names a method twice: {text}.")
     return found
@@ -52,7 +52,7 @@ def parse_methods(text: str) -> list[tuple[str, str, float]]:
 
 @dataclass(frozen=True)
 class Allowance:
-    """What every search may spend; None is no limit."""
+    """Limits of every search; None is no limit."""
 
     tokens: int | None
     seconds: float | None = None
@@ -81,14 +81,14 @@ class Allowance:
 class Entrant:
     """A method as a comparison runs it.
 
-    The Lagrangians take part with the printed algorithm's estimator, so that beside ``rco-plain`` the handling of
-    the constraint is the only difference; with ``+prior`` they have all that RCO has.
+    The Lagrangian methods use the estimator of Algorithm 1 as printed, so that they differ from ``rco-plain`` only
+    in the handling of the constraint; with ``+prior`` they have everything that RCO has.
 
     Attributes:
         method: Name in the table of methods.
-        start: Initial logits: ``zeros``; ``weight-error``, those of the paper's own code; ``prior``, those of RCO,
-            and with them its curvature, its choice and its exchanges.
-        pooled: Of the Fisher losses: pooled over options, as RCO's prior has them.
+        start: Initial logits: ``zeros``; ``weight-error``, those of the paper's own code; ``prior``, those of RCO
+            with its curvature, choice and exchanges.
+        pooled: Whether Fisher losses are pooled over options, as in RCO's prior.
     """
 
     method: str
@@ -97,11 +97,11 @@ class Entrant:
 
     @classmethod
     def parse(cls, label: str) -> Entrant:
-        """Read a label; an error for one that names no method."""
+        """Read a label; raises for an unknown method."""
         name, _, start = label.partition("@")[0].partition("+")
         if start not in _STARTS:
             raise ValueError(
-                f"{label!r}: after + comes where a method starts, weight-error or prior, got {start!r}."
+                f"{label!r}: + must be followed by initial logits, weight-error or prior, got {start!r}."
             )
         method = "fisher" if name == POOLED else name
         if method not in registry.METHODS:
@@ -110,7 +110,7 @@ class Entrant:
 
     @property
     def prior(self) -> bool:
-        """Whether RCO's prior is measured for it."""
+        """Whether RCO's prior is needed."""
         return self.start == "prior"
 
     @property
@@ -120,20 +120,20 @@ class Entrant:
 
     @property
     def measures_fisher(self) -> bool:
-        """Whether the Fisher losses are the method itself rather than a start for it."""
+        """Whether the method chooses by Fisher losses alone, instead of starting from them."""
         return not self.prior and issubclass(self.searcher, Fisher)
 
     def make(
         self, evaluations: int | None, seconds: float | None, seed: int, config: CompressConfig, **own: Any
     ) -> Any:
-        """The searcher within an allowance.
+        """The searcher with an allowance.
 
         Args:
-            evaluations: Batches it may forward, a backward counted as two more.
-            seconds: Time it may take.
-            seed: Of all that is drawn.
-            config: Has the settings of RCO and its kin.
-            own: Settings for whichever method has them.
+            evaluations: Most batches to forward, a backward counted as two more.
+            seconds: Most time.
+            seed: Seed of the search.
+            config: Settings of RCO and other gradient searches.
+            own: Further settings, ignored by methods that do not have them.
         """
         cls = self.searcher
         given: dict[str, Any] = {"generations": config.generations, **own}
@@ -150,13 +150,13 @@ class Entrant:
 
 @dataclass(frozen=True)
 class ExpertEntrant:
-    """A method as a comparison of prunings runs it.
+    """A method as a pruning comparison runs it.
 
     Attributes:
         method: Name in the table of methods.
-        score: Score that the method picks, orders or starts by; None for its usual prior, which of Algorithm 1 as
-            printed is none.
-        settings: Further settings in the name.
+        score: Score that the method picks, orders or starts by; None for its default, which is no prior for
+            Algorithm 1 as printed.
+        settings: Further settings from the name.
     """
 
     method: str
@@ -167,10 +167,10 @@ class ExpertEntrant:
     def parse(cls, name: str) -> ExpertEntrant:
         """A method of the table, or a score (``reap``, ``reap-global``).
 
-        ``evoesap-SCORE`` orders by another score, ``evoesap-acceptance`` breeds by expected acceptance.
+        ``evoesap-SCORE`` orders by another score; ``evoesap-acceptance`` maximises expected acceptance.
 
         Raises:
-            ValueError: The name is none of these.
+            ValueError: The name is unknown.
         """
         score, _, tail = name.partition("-")
         if score in SCORES and tail in ("", "global"):
@@ -194,11 +194,11 @@ class ExpertEntrant:
 
     @property
     def gradient_search(self) -> bool:
-        """Whether it is RCO or one of its kin, which start from logits rather than scores."""
+        """Whether the method is a gradient search, which starts from logits instead of scores."""
         return issubclass(self.searcher, GumbelSearch)
 
     def make(self, evaluations: int, seed: int, config: CompressConfig) -> Any:
-        """The searcher within an allowance; RCO and its kin with the settings of the configuration."""
+        """The searcher with an allowance; gradient searches get the settings of the configuration."""
         cls = self.searcher
         known = {entry.name for entry in dataclasses.fields(cls)}
         given: dict[str, Any] = {"generations": config.generations}

@@ -1,4 +1,4 @@
-"""What a run will take, said before it starts."""
+"""Estimates of memory and time, before a run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rco.models.precision import compute_dtype
 
 __all__ = ["Estimate", "choose_residency", "estimate", "forward_seconds"]
 
-# A block is timed on few tokens first, then on more of them while a pass stays below the limit.
+# A block is timed on few tokens first, then on more while a pass stays below the limit.
 _FEWEST_TOKENS = 16
 _GROWTH = 4
 _REPEATS = 5
 _SECONDS = 0.1
 
-_COMPARED = 6  # allocations that are compared on the selection text
-_EVALUATED = 8  # allocations that are evaluated, the full model among them
+_COMPARED = 6  # allocations compared on the selection text
+_EVALUATED = 8  # evaluated allocations, including the full model
 _SEARCHES_BY_DOMAIN = 4  # one on all text, and one on each of about three domains
 
 clock, cpu_clock = time.perf_counter, time.process_time
@@ -42,12 +42,12 @@ class Estimate:
         model_bytes: Weights on the device while searching.
         candidate_bytes: Packed candidates on the device, or the buffers they stream through.
         reference_bytes: The full model's hidden states, in host memory.
-        activation_bytes: What the backward pass needs.
-        workspace_bytes: Dense weight, gradient and logits of the moment.
+        activation_bytes: Activations for the backward pass.
+        workspace_bytes: Temporary dense weight, gradient and logits.
         original_bytes: Weights that are on the device before the search, and in host memory during it.
-        seconds: Of the whole run.
-        residency: Where the candidates are: ``resident`` or ``offload``.
-        on_gpu: Whether the device has memory of its own, so that the reference is not in it.
+        seconds: Time of the whole run.
+        residency: Place of the candidates: ``resident`` or ``offload``.
+        on_gpu: Whether the device has its own memory, which the reference does not use.
     """
 
     model_bytes: int
@@ -74,7 +74,7 @@ class Estimate:
 
     @property
     def search_memory(self) -> int:
-        """Peak on the device while searching: a GPU then has the original weights in host memory."""
+        """Peak on the device during the search, when a GPU keeps the original weights in host memory."""
         return self.memory - (self.original_bytes if self.on_gpu else 0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,10 +96,10 @@ class Estimate:
 def choose_residency(
     loaded: LoadedModel, plan: CompressionPlan, config: Any
 ) -> tuple[Residency, SearchMemory]:
-    """Where the candidates go, as asked or by what is free, and what that takes.
+    """Place of the candidates, as requested or by free memory, and the memory that the search needs.
 
     Raises:
-        ValueError: Neither way fits the GPU.
+        ValueError: The search does not fit the GPU in either place.
     """
     dtype = compute_dtype(config.compute, loaded.device, loaded.dtype)
 
@@ -117,30 +117,30 @@ def choose_residency(
     asked: Literal["auto", "resident", "offload"] = getattr(config, "memory", "auto")
     if len(devices) > 1 and asked == "offload":
         raise ValueError(
-            "`memory='offload'` streams to one GPU, and this model is spread over several devices; "
-            "leave `memory` out, which keeps every linear's candidates beside it."
+            "`memory='offload'` streams to one GPU, but this model is spread over several devices; leave "
+            "`memory` out to keep every linear's candidates on its device."
         )
     if loaded.device.type != "cuda" or len(devices) > 1:
         return "resident", needed(False)
     resident, offload = needed(False), needed(True)
     if asked != "auto":
         return asked, offload if asked == "offload" else resident
-    # The model is there already; a tenth stays free for what fragments.
+    # The model is loaded already; a tenth stays free for fragmentation.
     free = 0.9 * torch.cuda.mem_get_info(loaded.device)[0] + offload.weights + offload.originals
     if resident.peak <= free:
         return "resident", resident
     if offload.peak <= free:
         return "offload", offload
-    advice = "" if config.checkpointing else "; `checkpointing=True` needs less"
+    advice = "" if config.checkpointing else "`checkpointing=True`, "
     raise ValueError(
         f"The search needs about {offload.peak / 2**30:.1f} GiB of GPU memory even with its candidates in host "
-        f"memory, and {free / 2**30:.1f} GiB are free{advice}, as do a shorter `length` and a smaller "
-        "`batch_size`. `memory='offload'` tries all the same."
+        f"memory, but {free / 2**30:.1f} GiB are free. It needs less with {advice}a shorter `length` or a "
+        "smaller `batch_size`. To try anyway, use `memory='offload'`."
     )
 
 
 def estimate(compression: Compression, config: Any, residency: Residency, memory: SearchMemory) -> Estimate:
-    """Memory as counted, time from the forward passes of each stage and what one takes on this machine."""
+    """Memory as counted; time as forward passes of all stages times the time of one on this machine."""
     loaded, dtype = compression.loaded, compression.compute_dtype
     hidden = loaded.layout.head(loaded.model).weight.shape[1]
     sequences = config.sequences + config.selection
@@ -172,7 +172,7 @@ def estimate(compression: Compression, config: Any, residency: Residency, memory
 
 
 def _candidate_passes(compression: Compression, config: Any) -> float:
-    """Quantization itself as a number of forward passes: a Hessian and a column loop per linear, for all widths."""
+    """Cost of quantization in forward passes: a Hessian and a column loop per linear, for all widths."""
     if compression.settings.method == "rtn":
         return 0.0
     plan, loaded = compression.plan, compression.loaded
@@ -188,7 +188,7 @@ def _candidate_passes(compression: Compression, config: Any) -> float:
 def forward_seconds(loaded: LoadedModel, dtype: torch.dtype, length: int) -> float:
     """Time of one forward pass over a sequence in ``dtype``; a backward takes about twice that.
 
-    One block of every kind is timed, and the output layer is taken to multiply at their rate.
+    One block of every kind is timed; the output layer is assumed to run at the same rate.
     """
     blocks = sum(
         count * _block_seconds(loaded, index, dtype, length)
@@ -200,7 +200,7 @@ def forward_seconds(loaded: LoadedModel, dtype: torch.dtype, length: int) -> flo
 
 @torch.no_grad()
 def _block_seconds(loaded: LoadedModel, index: int, dtype: torch.dtype, length: int) -> float:
-    """Seconds per token of a block: the best of a few passes, over more tokens only while that takes no time."""
+    """Seconds per token of a block: the best of a few passes, over more tokens while passes are short."""
     tokens = min(_FEWEST_TOKENS, length)
     while True:
         with lone_block(loaded.model, loaded.layout, index, tokens=tokens, dtype=dtype) as lone:
@@ -215,9 +215,9 @@ def _block_seconds(loaded: LoadedModel, index: int, dtype: torch.dtype, length: 
 
 
 def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
-    """Seconds of some work; on a CPU those that its threads were computing, whatever else the machine does."""
+    """Seconds of some work; on a CPU the compute time of its threads, independent of other load."""
     began, computed = clock(), cpu_clock()
-    float(work().sum())  # waits for the device
+    float(work().sum())  # synchronizes
     passed = clock() - began
     if device.type != "cpu":
         return passed
@@ -225,10 +225,10 @@ def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def _weights_per_token(loaded: LoadedModel) -> float:
-    """Weights of linears that a token meets in all blocks."""
+    """Number of weights of linears that a token uses in all blocks."""
     return sum(info.parameters * _share(info) for info in model_linears(loaded.layout, loaded.model))
 
 
 def _share(info: LinearInfo) -> float:
-    """Part of the tokens that a linear sees: few of them visit any one expert."""
+    """Share of the tokens that use a linear: less than one for experts."""
     return info.layer.top_k / info.layer.num_experts if isinstance(info, ExpertLinear) else 1.0

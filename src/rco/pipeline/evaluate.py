@@ -1,4 +1,4 @@
-"""Models measured side by side: perplexity, KL to a reference, tasks, size."""
+"""Measurements of models side by side: perplexity, KL to a reference, tasks, size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rco.pipeline.progress import Progress, Silent
 
 __all__ = ["HEADLINES", "evaluate", "headline", "measure_tasks", "read_tasks"]
 
-# What a task is judged by, in the order of preference; the two spellings of pass@1 are HumanEval's and MBPP's.
+# Main metric of a task, in order of preference; the two spellings of pass@1 are HumanEval's and MBPP's.
 HEADLINES = ("acc", "pass@1", "pass_at_1", "exact_match")
 
 
@@ -32,9 +32,9 @@ def evaluate(
     """One row per model, the reference first.
 
     Args:
-        config: What to measure on which models.
-        progress: Who is told.
-        given: Models in memory, by the names that ``config`` has for them.
+        config: Models and measurements.
+        progress: Receives messages.
+        given: Models in memory, by their names in ``config``.
     """
     progress, given = progress or Silent(), given or {}
     read_tasks(config.tasks, config.limit)
@@ -59,7 +59,8 @@ def evaluate(
             )
             if data is not None and mine.fingerprint != data.fingerprint:
                 raise ValueError(
-                    f"{name} tokenizes the text differently from {names[0]}: they cannot be compared by token."
+                    f"{name} tokenizes the text differently from {names[0]}, so they cannot be compared per token: "
+                    "evaluate them one by one."
                 )
             data = mine
             row = _row(name, loaded, data, config)
@@ -92,10 +93,10 @@ def _row(name: str, loaded: LoadedModel, data: CalibrationSet, config: EvaluateC
 
 
 def read_tasks(listed: str | None, limit: int | None) -> tuple[list[Task], list[str]]:
-    """The tasks of JSONL files, and the names that are for lm-eval; what cannot be run is refused here.
+    """Tasks from JSONL files, and names of lm-eval tasks, both checked.
 
     Raises:
-        EvaluationError: A file cannot be read, two have one name, or lm-eval cannot run what it is asked for.
+        EvaluationError: A file cannot be read, two files have one name, or lm-eval cannot run a task.
     """
     wanted = [part.strip() for part in (listed or "").split(",") if part.strip()]
     read = [load_task(part, limit=limit) for part in wanted if part.endswith(".jsonl")]
@@ -103,14 +104,14 @@ def read_tasks(listed: str | None, limit: int | None) -> tuple[list[Task], list[
     names = [task.name for task in read]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise EvaluationError(f"Two files of tasks are called {twice[0]}: rename one of them.")
+        raise EvaluationError(f"Two task files are named {twice[0]}: rename one of them.")
     if named:
         check_harness(named)
     return read, named
 
 
 def measure_tasks(loaded: LoadedModel, listed: str | None, limit: int | None, seed: int) -> dict[str, Any]:
-    """Results by task: JSONL files are read here, other names go to lm-eval."""
+    """Results by task: JSONL files are measured here, other names by lm-eval."""
     read, named = read_tasks(listed, limit)
     tasks = {task.name: evaluate_task(loaded, task) for task in read}
     if named:
@@ -119,5 +120,5 @@ def measure_tasks(loaded: LoadedModel, listed: str | None, limit: int | None, se
 
 
 def headline(measured: dict[str, Any]) -> float | None:
-    """The one number of a task: accuracy, or the share of programs that work; None if it has neither."""
+    """Main metric of a task: accuracy, or the share of working programs; None if it has neither."""
     return next((float(measured[name]) for name in HEADLINES if name in measured), None)

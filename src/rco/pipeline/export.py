@@ -1,4 +1,4 @@
-"""A finished run once more as a checkpoint, in any format, without searching again."""
+"""Export of a finished run in any format, without a new search."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ConfigT = TypeVar("ConfigT", bound=CompressConfig)
 
 
 def plan_export(config: ExportConfig) -> tuple[Planned, Allocation, Path]:
-    """Everything that an export needs, checked: the run's model and problem, its allocation, the target folder.
+    """Model and problem of a run, its allocation and the target folder, all checked.
 
     Raises:
-        RunError: The run is not finished, or the model is no longer the one it was made with.
-        ValueError: The format is unknown, or not one for this kind of run.
+        RunError: The run is not finished, or its model has changed.
+        ValueError: The format is unknown, or does not fit this kind of run.
     """
     run = RunDirectory.open(config.run)
     kind = run.metrics.get("kind")
@@ -35,19 +35,20 @@ def plan_export(config: ExportConfig) -> tuple[Planned, Allocation, Path]:
         planned.compression.open_store(run.metrics.get("candidates"))
     if planned.loaded.fingerprint != run.metrics["model"]["fingerprint"]:
         raise RunError(
-            f"{run.config['model']} is not the model that {run.folder} was made with: its weights have changed."
+            f"{run.config['model']} is not the model of {run.folder}: its weights have changed. Restore them, "
+            "or run the search again."
         )
     return planned, run.result.allocation, config.out or run.folder / config.format
 
 
 def export_run(config: ExportConfig) -> dict[str, Any]:
-    """Write the run's allocation in ``config.format``; returns what was written and what was checked."""
+    """Write the run's allocation in ``config.format``; returns the export, certificate and engine sections."""
     planned, allocation, out = plan_export(config)
     return export_checkpoint(planned, allocation, config.format, out, overwrite=config.overwrite)
 
 
 def _settings(cls: type[ConfigT], run: RunDirectory, config: ExportConfig) -> ConfigT:
-    """The run's own configuration, on the machine of today."""
+    """The run's configuration, with the device of this export."""
     known = {field.name for field in dataclasses.fields(cls)}
     values = {name: value for name, value in run.config.items() if name in known}
     if values["tau"] is not None:

@@ -1,7 +1,7 @@
-"""Independent jobs in parallel processes, each kept when it is done, so that what was stopped goes on.
+"""Independent jobs in parallel processes; each result is written when done, so that runs can be resumed.
 
 A job is any picklable value with a name. Each process builds its worker once, from a function and its argument,
-and asks it for one job after the other.
+and runs jobs with it one after the other.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ __all__ = ["Named", "Worker", "run_jobs"]
 
 
 class Named(Protocol):
-    """A job: its name is that of its file."""
+    """A job; its name is also the name of its file."""
 
     @property
     def name(self) -> str:
-        """Unique among the jobs, and fit for a file."""
+        """Unique name, valid as a file name."""
         ...
 
 
 class Worker(Protocol):
-    """Does jobs, one after the other."""
+    """Runs jobs, one after the other."""
 
     def do(self, job: Any) -> dict[str, Any]:
-        """The job's result, ready for JSON."""
+        """Run a job; returns its result, ready for JSON."""
         ...
 
 
@@ -53,21 +53,21 @@ def run_jobs(
     here: Worker | None = None,
     on_done: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Results by name, and why jobs failed by name.
+    """Run jobs; returns results by name and reasons of failure by name.
 
-    What ``folder`` holds is not done again. A job that fails with a ValueError (say, an allowance too small for a
-    method) does not stop the others and is tried again next time; any other error, or an interruption, stops
-    everything at once and leaves the jobs that are done.
+    Jobs with a result in ``folder`` are not run again. A job that fails with a ValueError (say, an allowance too
+    small for a method) does not stop the others and is tried again next time; any other error, or an interruption,
+    stops all processes at once and keeps the finished jobs.
 
     Args:
-        jobs: In the order in which they are begun.
-        folder: Holds one JSON file per job that is done.
+        jobs: Jobs in the order of their start.
+        folder: Folder with one JSON file per finished job.
         make_worker: Called with ``argument`` once in every process; both must be picklable.
-        argument: See ``make_worker``.
-        workers: Processes; 1 stays in this one.
+        argument: Argument of ``make_worker``.
+        workers: Processes; 1: run in this process.
         threads: Torch threads of each process.
-        here: A worker that this process has already, for jobs that stay in it.
-        on_done: Called with (jobs done, jobs in all).
+        here: An existing worker of this process, for jobs that run in it.
+        on_done: Called with (jobs done, total jobs).
     """
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, Any]] = {}
@@ -115,8 +115,8 @@ def run_jobs(
 
 
 def _stop(pool: ProcessPoolExecutor) -> None:
-    """End a pool with what its processes are doing; a shutdown would wait for the jobs that are running."""
-    # As terminate_workers() of Python 3.14; a shutdown forgets its processes.
+    """Terminate a pool and its running jobs, which a shutdown would wait for."""
+    # Like terminate_workers() of Python 3.14; a shutdown drops the list of processes.
     processes = list((pool._processes or {}).values())
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
@@ -128,7 +128,7 @@ _worker: Worker | None = None
 
 def _start(make_worker: Callable[[Any], Worker], argument: Any, threads: int) -> None:
     global _worker
-    # A terminal interrupts every process; the one that waits for the others ends them.
+    # Ctrl-C reaches every process of a terminal; only the parent handles it and ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -140,7 +140,7 @@ def _start(make_worker: Callable[[Any], Worker], argument: Any, threads: int) ->
 
 
 def _leave_with_parent() -> None:
-    """End this process when the one that gives it jobs is gone, however that ended."""
+    """End this process when its parent has ended, for any reason."""
     parent = parent_process()
     if parent is not None:
         parent.join()

@@ -1,4 +1,4 @@
-"""A compression that has been checked as far as it can be without work: model, groups, budget, memory and time."""
+"""Plan of a compression, checked before any expensive work: model, groups, budget, memory and time."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Planned:
-    """A compression before any work.
+    """A planned compression.
 
     Attributes:
         loaded: The model.
-        compression: Its groups and options.
-        problem: What is searched over.
-        budget: What was asked for.
-        folder: Where the run goes.
-        estimate: Memory and time.
+        compression: Groups and options.
+        problem: The problem of the search.
+        budget: The requested budget.
+        folder: Folder of the run.
+        estimate: Expected memory and time.
         ranks: Processes that share the work.
     """
 
@@ -72,7 +72,7 @@ class Planned:
 
     @property
     def kept_experts(self) -> int:
-        """Where experts are kept or removed: most that the budget lets stay."""
+        """Most experts that the budget allows to keep; for plans that only keep or remove experts."""
         room = sum(self.problem.unit_budgets)
         if self.budget.kind == "experts":
             return room
@@ -91,13 +91,13 @@ def plan_compression(
     ranks: Ranks | None = None,
     given: LoadedModel | None = None,
 ) -> Planned:
-    """Load the model, form groups and problem, and refuse what cannot work, before anything expensive.
+    """Load the model, make groups and problem, and check all settings before expensive work.
 
     Args:
-        config: What to do.
-        progress: Is told how far candidates or scores are.
+        config: Settings of the job.
+        progress: Receives the progress of candidates or scores.
         ranks: Processes that share the work.
-        given: A model in memory, in place of the one that ``config`` names.
+        given: A model in memory, instead of the one named in ``config``.
     """
     budget = Budget.parse(**config.budgets())
     configured_searcher(config)
@@ -139,13 +139,13 @@ def plan_compression(
 def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
     """Groups and options of a loaded model."""
     if isinstance(config, PruneConfig):
-        moe_layers(loaded.model)  # a model without experts is an error that names those with some
+        moe_layers(loaded.model)  # raises for a model without experts, naming architectures that have them
         return make_removal_plan(model_linears(loaded.layout, loaded.model), config.lock)
     assert isinstance(config, QuantizeConfig)
     engine = find_engine(config.serve)
     if engine.gguf and config.group_size is not None:
         raise ValueError(
-            f"`serve='{engine.name}'`: a block type has groups of its own (16 or 32 weights); leave out "
+            f"`serve='{engine.name}'`: a block type has its own groups (16 or 32 weights); leave out "
             "`group_size`."
         )
     return make_plan(
@@ -165,7 +165,7 @@ def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
 
 
 def export_format(config: CompressConfig) -> str:
-    """The format of the checkpoint: as asked, or what the engine reads; ``none`` for no checkpoint."""
+    """Format of the checkpoint: as requested, or the engine's; ``none`` for no checkpoint."""
     if isinstance(config, PruneConfig):
         return "pruned-padded" if config.padded and config.format != "none" else config.format
     assert isinstance(config, QuantizeConfig)
@@ -173,7 +173,7 @@ def export_format(config: CompressConfig) -> str:
 
 
 def run_folder(config: CompressConfig, budget: Budget, prefix: str = "") -> Path:
-    """Folder of a run: as asked, or a name made of model and budget."""
+    """Folder of a run: as requested, or named after model and budget."""
     suffix = "-uniform" if getattr(config, "uniform", False) else ""
     name = f"{prefix}{Path(config.model).name}-{budget.kind}-{config.requested}{suffix}"
     return config.out or Path("runs") / slug(name)
@@ -187,9 +187,9 @@ def slug(text: str) -> str:
 def open_run(
     config: CompressConfig, folder: Path, given: LoadedModel | None = None
 ) -> AbstractContextManager[RunDirectory]:
-    """The run's folder: a new one, or with ``config.resume`` the one that is there."""
+    """The run's folder: a new one, or with ``config.resume`` the existing one."""
     identity = config.identity()
-    if given is not None and given.path is None:  # no name tells one model in memory from another
+    if given is not None and given.path is None:  # models in memory are not told apart by name
         identity["weights"] = given.fingerprint
     return (RunDirectory.resume if config.resume else RunDirectory.create)(folder, identity)
 
@@ -209,20 +209,18 @@ def build_data(config: CompressConfig, tokenizer: Any, spec: str | None = None) 
 
 
 def _check_sources(config: CompressConfig) -> None:
-    """Refuse text that cannot be found, before the model is loaded."""
+    """Raise if text cannot be found, before the model is loaded."""
     for spec in (config.data, config.eval_data):
         if spec is not None:
             resolve_source(spec)
 
 
 def _load(config: CompressConfig, ranks: Ranks, given: LoadedModel | None) -> LoadedModel:
-    """The model on this rank's device, or divided among its GPUs; the one that was passed, if any."""
+    """The model on this rank's device or spread over its GPUs; ``given``, if not None."""
     if given is not None:
         return given
     if config.device_map != "none" and config.device != "cuda":
-        raise ValueError(
-            f"`device_map` divides a model among GPUs: add `device='cuda'`, got {config.device}."
-        )
+        raise ValueError(f"`device_map` spreads a model over GPUs: add `device='cuda'`, got {config.device}.")
     folder, gguf = locate_model(config.model)
     if gguf is None:
         refuse_quantized(read_config(folder), config.model)
@@ -238,7 +236,7 @@ def _load(config: CompressConfig, ranks: Ranks, given: LoadedModel | None) -> Lo
 def _needed_visits(
     config: CompressConfig, budget: Budget, loaded: LoadedModel, computing: torch.dtype
 ) -> Visits | None:
-    """How often experts are visited, where costs depend on it; None where they do not."""
+    """Routing counts of experts; None if costs do not depend on them."""
     if budget.kind == "active_bits":
         return routing_visits(loaded, build_data(config, loaded.tokenizer).search, computing)
     return None
@@ -266,7 +264,7 @@ def _pruning_settings(config: CompressConfig) -> dict[str, Any]:
 
 
 def _check_export(config: CompressConfig, loaded: LoadedModel, plan: CompressionPlan) -> None:
-    """Refuse a format that could not hold what a search may return."""
+    """Raise if the format cannot hold every possible result of the search."""
     format = export_format(config)
     if format == "none":
         return

@@ -30,11 +30,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """What a progress function is called with.
+    """Argument of a progress function.
 
     Attributes:
         stage: The stage of the job; empty for a message.
-        done: Parts of the stage that are done, or steps of the search.
+        done: Finished parts of the stage, or steps of the search.
         total: All parts of the stage.
         text: The message, or a line about the step.
         record: The step of the search, in the stages ``search`` and ``refine``.
@@ -52,20 +52,20 @@ class Progress(Protocol):
     """Receives stages, counts within a stage, search steps and messages."""
 
     def stage(self, name: str) -> Callable[[int, int], None]:
-        """A stage begins; the returned function takes (done, total)."""
+        """Begin a stage; the returned function takes (done, total)."""
         ...
 
     def step(self, record: StepRecord, spent: str = "") -> None:
-        """A step of the search has ended, at a point whose expected cost is ``spent``."""
+        """Report a step of the search, whose expected cost is ``spent``."""
         ...
 
     def message(self, text: str) -> None:
-        """Something worth a line."""
+        """Report a message."""
         ...
 
 
 class Silent:
-    """Says nothing."""
+    """Ignores all progress."""
 
     def stage(self, name: str) -> Callable[[int, int], None]:
         """Ignore it."""
@@ -79,13 +79,13 @@ class Silent:
 
 
 class Calls:
-    """Calls a function with a :class:`ProgressEvent` each time."""
+    """Calls a function with a :class:`ProgressEvent` for every report."""
 
     def __init__(self, function: Callable[[ProgressEvent], object]) -> None:
         self._function = function
 
     def stage(self, name: str) -> Callable[[int, int], None]:
-        """A call for every part of the stage that is done."""
+        """Call the function for every finished part of the stage."""
 
         def count(done: int, total: int) -> None:
             self._function(ProgressEvent(name, done, total))
@@ -93,21 +93,21 @@ class Calls:
         return count
 
     def step(self, record: StepRecord, spent: str = "") -> None:
-        """A call for every step."""
+        """Call the function for every step."""
         text = _search_text(record, spent)
         self._function(ProgressEvent(record.phase, record.step, record.steps, text, record))
 
     def message(self, text: str) -> None:
-        """A call with the text alone."""
+        """Call the function with the text alone."""
         self._function(ProgressEvent(text=text))
 
 
 @contextmanager
 def follow(progress: bool | Progress | Callable[[ProgressEvent], object]) -> Iterator[Progress]:
-    """The progress that a caller asked for: True shows it on stderr, False does not, a function is called.
+    """Progress of a call: True shows it on stderr, False is silent, a function is called.
 
     Raises:
-        TypeError: It is none of these.
+        TypeError: ``progress`` is of another type.
     """
     if isinstance(progress, bool):
         with make_progress(quiet=not progress) as shown:
@@ -143,7 +143,7 @@ def _search_text(record: StepRecord, spent: str) -> str:
 
 
 class BarProgress:
-    """Bars for people who watch."""
+    """Progress bars on a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._bars = rich.progress.Progress(
@@ -170,20 +170,20 @@ class BarProgress:
         self._bars.update(self._tasks[name], completed=done, total=total, note=note)
 
     def stage(self, name: str) -> Callable[[int, int], None]:
-        """A bar of its own."""
+        """Add a bar."""
         return lambda done, total: self._set(name, done, total)
 
     def step(self, record: StepRecord, spent: str = "") -> None:
-        """The search's bar, or the refinement's."""
+        """Update the bar of the search or of the refinement."""
         self._set(record.phase, record.step, record.steps, _search_text(record, spent))
 
     def message(self, text: str) -> None:
-        """A line above the bars."""
+        """Print a line above the bars."""
         self._bars.console.print(text)
 
 
 class LineProgress:
-    """A line now and then, for logs."""
+    """Occasional lines, for logs."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -203,7 +203,7 @@ class LineProgress:
         return True
 
     def stage(self, name: str) -> Callable[[int, int], None]:
-        """A line at every tenth."""
+        """Print a line at every tenth."""
 
         def count(done: int, total: int) -> None:
             if self._due(name, done, total):
@@ -212,7 +212,7 @@ class LineProgress:
         return count
 
     def step(self, record: StepRecord, spent: str = "") -> None:
-        """A line at every tenth of the search."""
+        """Print a line at every tenth of the search."""
         if not self._due(record.phase, record.step, record.steps):
             return
         text = f"{record.phase}: {record.step}/{record.steps}, {_search_text(record, spent)}"
@@ -222,5 +222,5 @@ class LineProgress:
         self.message(text)
 
     def message(self, text: str) -> None:
-        """The line itself, however long."""
+        """Print the text on one line, however long."""
         self._console.print(text, soft_wrap=True)

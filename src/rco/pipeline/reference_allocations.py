@@ -1,4 +1,4 @@
-"""Simple allocations to show beside a result: uniform widths, the proxy's knapsack, scores of experts."""
+"""Simple allocations for comparison with a result: uniform widths, the proxy's knapsack, scores of experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Named = list[tuple[str, Allocation | None]]
 def reference_allocations(
     compression: Compression, problem: AllocationProblem, result: SearchResult, progress: Progress
 ) -> Named:
-    """Named allocations to measure beside the result; None is the full model."""
+    """Named allocations for comparison with the result; None is the full model."""
     if compression.plan.removes_only:
         return _expert_references(compression, problem, progress)
     return _width_references(compression, problem, result)
@@ -35,7 +35,7 @@ def _width_references(compression: Compression, problem: AllocationProblem, resu
     """The full model, the neighbouring uniform widths, their interpolation, and the proxy's knapsack."""
     plan, losses = compression.plan, compression.losses.numpy()
     listed: Named = [("full model", None)]
-    # The groups that had a choice: locked ones are no part of a uniform width.
+    # Only groups with a choice: a uniform width does not include locked ones.
     free = [(k, g) for k, g in zip(result.allocation, plan.groups, strict=True) if len(g.options) > 1]
     parameters = sum(group.parameters for _, group in free) or 1
     average = sum(plan.widths[k] * group.parameters for k, group in free) / parameters
@@ -55,7 +55,7 @@ def _width_references(compression: Compression, problem: AllocationProblem, resu
 
 
 def _expert_references(compression: Compression, problem: AllocationProblem, progress: Progress) -> Named:
-    """The full model, chance, and what plain scores would have chosen."""
+    """The full model, a random choice, and choices by plain scores."""
     listed: Named = [("full model", None)]
     listed.append(("random", pick_at_random(problem, seed=0)))
     for label, score in (("frequency", "frequency"), ("REAP", "reap")):
@@ -77,7 +77,7 @@ def _expert_references(compression: Compression, problem: AllocationProblem, pro
 def pick_by_score(
     problem: AllocationProblem, scores: Sequence[Tensor], blocks: np.ndarray, *, per_layer: bool
 ) -> Allocation:
-    """The experts of the highest score: the same share of every layer, or over the whole model."""
+    """Keep the experts of the highest score: the same share of every layer, or over the whole model."""
     values = score_table(scores).numpy()
     rule = share_budget(problem, blocks) if per_layer else problem
     return problem.allocation(spend(rule, knapsack(values, rule), values))

@@ -1,4 +1,4 @@
-"""From the settings of a job to the searcher that it runs."""
+"""Searchers from the settings of a job."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _IMPQ_WIDTHS = (2, 4)  # as in its paper
 
 
 def search_settings(config: CompressConfig, *, plain: bool | None = None) -> dict[str, Any]:
-    """What a searcher may be told.
+    """Settings for searchers.
 
     Args:
-        config: Flags of the command.
-        plain: Whether what was not asked for is as Algorithm 1 prints it; None: if the searcher is ``rco-plain``.
+        config: Settings of the job.
+        plain: Whether unset settings follow Algorithm 1 as printed; None: if the searcher is ``rco-plain``.
     """
     given = {
         "steps": config.steps,
@@ -43,23 +43,23 @@ def search_settings(config: CompressConfig, *, plain: bool | None = None) -> dic
 
 
 def make_searcher(method: str, settings: Mapping[str, Any]) -> Any:
-    """A method of the table with those of the settings that it has."""
+    """Searcher of a method with those of the settings that it has."""
     cls = registry.load(registry.METHODS, method, "method")
     known = {field.name for field in dataclasses.fields(cls) if field.init}
     return cls(**{name: value for name, value in settings.items() if name in known})
 
 
 def configured_searcher(config: CompressConfig, own: Mapping[str, Any] | None = None) -> Any:
-    """The searcher that a job asks for; ``own`` are settings for whichever method has them.
+    """Searcher of a job; ``own`` are further settings, ignored by methods that do not have them.
 
     Raises:
-        ValueError: The method is unknown, or a setting is none that it takes.
+        ValueError: The method is unknown, or a setting is invalid for it.
     """
     return make_searcher(config.searcher, {**search_settings(config), **(own or {})})
 
 
 def impq_pair(plan: CompressionPlan, problem: AllocationProblem) -> tuple[int, int] | None:
-    """IMPQ's own two widths where there are candidates for both and the budget lies between them."""
+    """The two widths of IMPQ's paper, if both have candidates and the budget lies between them; else None."""
     if not all(width in plan.widths for width in _IMPQ_WIDTHS):
         return None
     low, high = (plan.widths.index(width) for width in _IMPQ_WIDTHS)

@@ -25,7 +25,7 @@ class Check:
 
 
 def checks(run: RunData) -> list[Check]:
-    """All that can be verified about the budget from the run's documents."""
+    """Checks of the budget from the run's documents."""
     return [
         *_within_budget(section(run.metrics, "budget")),
         *_recomputed(run),
@@ -52,12 +52,12 @@ def _within_budget(budget: Mapping[str, Any]) -> list[Check]:
 
 
 def _recomputed(run: RunData) -> list[Check]:
-    """The cost once more, in exact arithmetic, from the problem and the allocation."""
+    """The cost, recomputed in exact arithmetic from the problem and the allocation."""
     if run.problem is None or run.result is None:
         return []
     cost, budgets = run.problem.cost(run.result.allocation), run.problem.budgets
     feasible = run.problem.is_feasible(run.result.allocation)
-    found, again = [], "Added up again from the problem and the allocation:"
+    found, again = [], "Recomputed from the problem and the allocation:"
     if run.problem.num_budgets == 1:
         words = f"{again} {exact(cost)} of {exact(run.problem.budgets[0])}{_unchanged(run, cost)}."
     else:
@@ -116,7 +116,7 @@ def _tensors_add_up(export: Mapping[str, Any], header_bytes: int | None) -> list
     if header_bytes is None:
         words = (
             f"The {plural(len(sizes), 'tensor')} have {count(data)} bytes, the total is {count(total)}: a "
-            f"difference of {count(total - data)} bytes, and no file headers at hand to explain it."
+            f"difference of {count(total - data)} bytes, with no file headers to explain it."
         )
         return [Check(False, words)]
     both = data + header_bytes
@@ -147,7 +147,7 @@ def _engine(engine: Mapping[str, Any]) -> list[Check]:
         return []
     violations = list(engine.get("violations") or [])
     if not violations:
-        return [Check(True, f"No rule of {engine['preset']} is broken.")]
+        return [Check(True, f"All rules of {engine['preset']} are satisfied.")]
     return [Check(False, f"{engine['preset']}: {violation}") for violation in violations]
 
 
@@ -155,7 +155,7 @@ def _engine(engine: Mapping[str, Any]) -> list[Check]:
 
 
 def budget_facts(run: RunData) -> list[tuple[str, Any]]:
-    """Requested, effective, used, left over and stored: (name, value), as far as they are known."""
+    """Requested, effective, used, left over and stored: (name, value) of those that are known."""
     budget = section(run.metrics, "budget")
     unit = str(budget.get("unit", "units"))
     used, allowed = integer(budget, "used_units", "budget"), integer(budget, "budget_units", "budget")
@@ -215,7 +215,7 @@ def _plain(value: Any) -> str:
 
 
 def _farthest_from_budget(run: RunData) -> str | None:
-    """How far the continuous iterate ever was from C = B, relative to B."""
+    """Largest distance of the continuous iterate from C = B, relative to B."""
     if run.problem is None or run.problem.sense != "==":
         return None
     budgets = [float(budget) for budget in run.problem.budgets]

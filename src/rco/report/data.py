@@ -40,7 +40,7 @@ class ReportError(ValueError):
 
 @dataclass(frozen=True)
 class RunData:
-    """One run, as the page needs it; ``metrics`` is the document that the pipeline writes."""
+    """Documents of one run; ``metrics`` is the one that the pipeline writes."""
 
     name: str
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Evaluated:
 
     @property
     def uniform_width(self) -> int | None:
-        """The width, if this is the same width everywhere."""
+        """The width, if it is the same everywhere; else None."""
         kind, _, width = self.name.partition(" ")
         return int(width) if kind.lower() == "uniform" and width.isdigit() else None
 
@@ -100,7 +100,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class GroupWidth:
-    """One group of linears and the width it was given."""
+    """One group of linears and its width."""
 
     name: str
     members: tuple[str, ...]
@@ -122,7 +122,7 @@ class MoeLayer:
     scores: Mapping[str, tuple[float, ...]]
 
     def best(self, score: str) -> frozenset[int] | None:
-        """As many experts as were kept, those with the highest score; None without that score."""
+        """The experts with the highest score, as many as were kept; None without that score."""
         if score not in self.scores:
             return None
         values = self.scores[score]
@@ -145,7 +145,7 @@ class ExpertWidths:
 
     @property
     def active_mean(self) -> float:
-        """Average width of the experts that tokens use, weighted by how often they do."""
+        """Average width, weighted by the tokens routed to each expert."""
         total = sum(self.frequency) or 1.0
         return sum(f * sum(w) / 3 for f, w in zip(self.frequency, self.widths, strict=True)) / total
 
@@ -180,9 +180,9 @@ def _step(record: Mapping[str, Any]) -> StepRecord:
 
 
 def _header_bytes(export: Mapping[str, Any], folder: Path) -> int | None:
-    """Bytes of all safetensors headers, from the export's own count or from the files that it names.
+    """Bytes of all safetensors headers, from the export's own count or from its files.
 
-    A run that was moved as a whole has its checkpoint inside, under the name it had.
+    The checkpoint of a run that was moved is looked up inside the run's folder.
     """
     stated = integer(export, "header_bytes", "export")
     if stated is not None:
@@ -207,7 +207,7 @@ def _header_bytes(export: Mapping[str, Any], folder: Path) -> int | None:
 
 
 def section(container: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A section of the metrics, empty if it is not there."""
+    """A section of the metrics; empty if missing."""
     value = container.get(key)
     if value is None:
         return {}
@@ -217,7 +217,7 @@ def section(container: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def number(container: Mapping[str, Any], key: str, where: str) -> float | None:
-    """A number, or None if it is not there."""
+    """A number; None if missing."""
     value = container.get(key)
     if value is None:
         return None
@@ -227,7 +227,7 @@ def number(container: Mapping[str, Any], key: str, where: str) -> float | None:
 
 
 def integer(container: Mapping[str, Any], key: str, where: str) -> int | None:
-    """A whole number, or None if it is not there."""
+    """A whole number; None if missing."""
     value = number(container, key, where)
     if value is not None and not isinstance(value, int):
         raise ReportError(f"{key!r} in {where} of metrics.json must be a whole number, got {value!r}.")
@@ -335,7 +335,7 @@ def moe_layers(run: RunData) -> list[MoeLayer]:
 
 
 def expert_width_layers(run: RunData) -> list[ExpertWidths]:
-    """Every layer's experts with their widths, where experts have widths of their own."""
+    """Every layer's experts with their widths, if experts have their own widths."""
     found = []
     for row in _rows(section(run.metrics, "expert_widths"), "layers"):
         try:

@@ -55,7 +55,7 @@ def quality_against_bits(rows: Sequence[tuple[Evaluated, str]], name: str) -> Pl
     ) as panel:
         low, high = min(x for x, _ in points), max(x for x, _ in points)
         span = (high - low) or 0.2 * abs(high) or 1.0
-        panel.axes.set_xlim(low - 0.06 * span, high + 0.44 * span)  # with room for names on the right
+        panel.axes.set_xlim(low - 0.06 * span, high + 0.44 * span)  # with space for names on the right
         uniform = sorted({point for row, _, point in drawn if row.uniform_width is not None})
         panel.line(uniform, "c0", dashes=(2, 3))
         for chosen in (False, True):  # this run's result on top
@@ -116,7 +116,7 @@ def _loss(search: Sequence[StepRecord], refine: Sequence[StepRecord], run: RunDa
     loss = [(float(record.step), record.loss) for record in search]
     best = [(float(record.step), record.best_loss) for record in search]
     end = max((record.step for record in search), default=0)
-    # Exchanges are few beside steps: they have a stretch of their own at the end.
+    # Exchanges are few compared to steps: they have their own stretch at the end.
     stretch = max(len(refine), 0.24 * end) if refine else 0.0
     exchanges = [
         (end + stretch * (index + 1) / (len(refine) + 1), record.loss) for index, record in enumerate(refine)
@@ -169,7 +169,7 @@ def _loss(search: Sequence[StepRecord], refine: Sequence[StepRecord], run: RunDa
 
 
 def _steps_axis(panel: Panel, points: Sequence[Point], end: float, stretch: float = 0.0) -> None:
-    """Whole steps from the first to the last, then room for exchanges."""
+    """Ticks at whole steps from the first to the last, then space for exchanges."""
     from matplotlib.ticker import MaxNLocator
 
     start = points[0][0] if points else end
@@ -189,7 +189,7 @@ def _course(
     log: bool = False,
     limits: tuple[float, float] | None = None,
 ) -> Plot | None:
-    """One value of every step."""
+    """Plot of one value per step."""
     points = [(float(r.step), float(value)) for r in search if (value := value_of(r)) is not None]
     shown = [y for _, y in points if math.isfinite(y) and (y > 0 or not log)]
     if not shown:
@@ -206,7 +206,7 @@ def _course(
 
 
 def _hover_dots(panel: Panel, points: Sequence[Point], colour: str, titles: Sequence[str]) -> None:
-    """Dots that carry hover texts: visible where they are few, left out where they are very many."""
+    """Dots with hover texts: visible if few, left out if very many."""
     if len(points) <= 15:
         panel.dots(points, colour, titles, 3.0)
     elif len(points) <= 300:
@@ -220,7 +220,7 @@ def sensitivity(groups: Sequence[GroupWidth], name: str) -> tuple[list[Plot], in
     """Width against the KL predicted at the smallest width, for whole groups and per weight.
 
     Returns:
-        The plots, and how many groups are left out since their prediction is not positive.
+        The plots, and the number of groups left out because their prediction is not positive.
     """
     common = set.intersection(*({*group.sensitivity} for group in groups)) if groups else set()
     width = min(common, default=0)
@@ -258,7 +258,7 @@ def _scatter(groups: Sequence[GroupWidth], values: Sequence[float], label: str, 
         panel.axes.set_yticks(range(len(widths)), [f"{width:g}" for width in widths])
         if len(groups) <= _MOST_DOTS:
             largest = max(group.parameters for group in groups) or 1
-            # A fixed scatter about the width keeps equal values apart, the same way each time.
+            # A fixed, reproducible scatter about the width separates equal values.
             points = [
                 (value, rank[group.width] + 0.5 * ((0.618034 * index) % 1 - 0.5))
                 for index, (group, value) in enumerate(zip(groups, values, strict=True))
@@ -277,7 +277,7 @@ def _scatter(groups: Sequence[GroupWidth], values: Sequence[float], label: str, 
 def _binned(
     groups: Sequence[GroupWidth], values: Sequence[float], rank: dict[float, float]
 ) -> tuple[list[Point], list[str], list[float]]:
-    """One dot for all groups of one width and about one sensitivity."""
+    """One dot for all groups of one width and similar sensitivity."""
     low, high = math.log10(min(values)), math.log10(max(values))
     size = (high - low) / 60 or 1.0
     bins: Counter[tuple[float, int]] = Counter()

@@ -23,14 +23,14 @@ _NOTHING = Markup("<td></td>")
 
 
 def coloured() -> bool:
-    """Whether standard output is a terminal that wants colours."""
+    """Whether standard output is a terminal with colours."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
 def widths_text(groups: Sequence[GroupWidth], *, colour: bool = False) -> str:
-    """One digit per block and kind of linear: its width, or the rounded mean where groups differ.
+    """One digit per block and kind of linear: its width, or the rounded mean if groups differ.
 
-    ``-`` stands for pruned experts, ``+`` for 16 bits or more.
+    ``-`` is for pruned experts, ``+`` for 16 bits or more.
     """
     grid, kinds, loose = width_grid(groups)
     blocks = sorted(grid)
@@ -84,7 +84,7 @@ def widths_html(groups: Sequence[GroupWidth]) -> str:
 
 
 def experts_html(layers: Sequence[MoeLayer]) -> str:
-    """A table with one cell per expert: coloured where it was kept."""
+    """A table with one cell per expert, coloured if kept."""
     pruned = Markup('<td title="layer {}, expert {}: pruned"></td>')
     rows = []
     for layer in layers:

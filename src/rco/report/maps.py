@@ -37,7 +37,7 @@ _PARTS = ("gate", "up", "down")
 
 @dataclass
 class Cell:
-    """The groups of one block and kind: one as a rule, many where experts have widths of their own."""
+    """The groups of one block and kind: usually one, many if experts have their own widths."""
 
     groups: list[GroupWidth]
 
@@ -58,7 +58,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The width, with a decimal where it is an average."""
+        """The width, with a decimal if it is an average."""
         same = len({group.width for group in self.groups}) == 1
         return f"{self.width:g}" if same else f"{self.width:.1f}"
 
@@ -117,7 +117,7 @@ def _path(member: str, block: int | None) -> str:
 
 
 def _kind(path: str, longer: dict[str, set[str]]) -> str:
-    """The shortest name that is unique within the block; experts keep the word in theirs."""
+    """The shortest name that is unique within the block; names of experts contain the word."""
     parts = [part for part in path.split(".") if part != "*"]
     if len(longer[parts[-1]]) == 1 and "experts" not in parts:
         return parts[-1]
@@ -128,7 +128,7 @@ def _kind(path: str, longer: dict[str, set[str]]) -> str:
 
 @dataclass(frozen=True)
 class Spot:
-    """A place in the map of widths: a cell, and how many kinds it spans; no cell where there is no such linear."""
+    """A place in the map of widths: a cell and the number of kinds it spans; no cell if there is no such linear."""
 
     cell: Cell | None
     rows: int = 1
@@ -142,7 +142,7 @@ class Band:
         blocks: Their numbers.
         rows: Per kind: its name, its places (those covered by a tied group above are left out), its average.
         averages: Average width of every block.
-        last: Whether these are the last blocks; the averages of kinds, over all blocks, stand here.
+        last: Whether these are the last blocks; they also show the averages of kinds over all blocks.
     """
 
     blocks: list[int]
@@ -152,7 +152,7 @@ class Band:
 
 
 def width_bands(groups: Sequence[GroupWidth]) -> tuple[list[Band], list[GroupWidth]]:
-    """The map of widths, cut into bands where there are many blocks; and the groups outside the blocks."""
+    """The map of widths, cut into bands if there are many blocks; and the groups outside the blocks."""
     grid, kinds, loose = width_grid(groups)
     blocks = sorted(grid)
     if not blocks:
@@ -179,7 +179,7 @@ def width_bands(groups: Sequence[GroupWidth]) -> tuple[list[Band], list[GroupWid
 
 
 def _spots(cells: dict[str, Cell], kinds: Sequence[str]) -> list[Spot | None]:
-    """The places of one block; neighbouring kinds of one tied group share the first one's place."""
+    """The places of one block; neighbouring kinds of one tied group share the first place."""
     found: list[Spot | None] = []
     while len(found) < len(kinds):
         cell = cells.get(kinds[len(found)])
@@ -195,7 +195,7 @@ def _spots(cells: dict[str, Cell], kinds: Sequence[str]) -> list[Spot | None]:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of all weights that has one width."""
+    """Share of all weights with one width."""
 
     width: float
     start: float
@@ -215,7 +215,7 @@ class Share:
 
 
 def width_shares(groups: Sequence[GroupWidth]) -> list[Share]:
-    """How the weights are divided among the widths; empty where their numbers are unknown."""
+    """Shares of the weights by width; empty if numbers of weights are unknown."""
     weights: Counter[float] = Counter()
     numbers: Counter[float] = Counter()
     for group in groups:
@@ -236,8 +236,8 @@ class Strip:
     """Neighbouring experts drawn alike.
 
     Attributes:
-        colours: The style's name of their colour; one, or one for each of gate, up and down.
-        experts: How many they are.
+        colours: Style class of their colour; one, or one for each of gate, up and down.
+        experts: Number of experts.
         title: The hover text; None in a map too large for one per expert.
     """
 
@@ -279,7 +279,7 @@ def _expert_row(
 
 
 def _merged(strips: Sequence[Strip]) -> list[Strip]:
-    """Strips with equal neighbours made one, without hover texts."""
+    """Strips with equal neighbours merged, without hover texts."""
     merged: list[Strip] = []
     for strip in strips:
         if merged and merged[-1].colours == strip.colours:
@@ -290,7 +290,7 @@ def _merged(strips: Sequence[Strip]) -> list[Strip]:
 
 
 def expert_map(layers: Sequence[MoeLayer]) -> list[ExpertRow]:
-    """Experts kept and pruned; with REAP's scores also the experts on which REAP decides otherwise."""
+    """Kept and pruned experts; with REAP's scores, also those where REAP's choice differs."""
     large = sum(layer.experts for layer in layers) > _MOST_TITLES
     found = []
     for layer in layers:
@@ -310,7 +310,7 @@ def expert_map(layers: Sequence[MoeLayer]) -> list[ExpertRow]:
 
 
 def width_map(layers: Sequence[ExpertWidths]) -> list[ExpertRow]:
-    """Width of every expert; where its projections differ, those of gate, up and down."""
+    """Width of every expert; if its projections differ, widths of gate, up and down."""
     large = sum(len(layer.widths) for layer in layers) > _MOST_TITLES
     found = []
     for layer in layers:

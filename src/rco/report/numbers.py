@@ -50,7 +50,7 @@ def short(value: float | None, digits: int = 5) -> str:
 
 
 def measured(value: float | None, error: float | None = None) -> Markup:
-    """A measurement with its standard error: as many decimals as two digits of the error ask for."""
+    """A measurement with its standard error, rounded to two digits of the error."""
     if value is None or error is None or not (math.isfinite(value) and math.isfinite(error)) or error <= 0:
         return escape(significant(value))
     decimals = 1 - math.floor(math.log10(error))
@@ -78,7 +78,7 @@ def exact(value: int | Fraction) -> str:
             rest //= prime
     if rest == 1 and fraction.denominator <= 10**6:
         with localcontext() as context:
-            context.prec = len(str(abs(fraction.numerator))) + 24  # such a fraction has at most 19 decimals
+            context.prec = len(str(abs(fraction.numerator))) + 24  # this fraction has at most 19 decimals
             return _minus(f"{Decimal(fraction.numerator) / fraction.denominator:,f}")
     return f"{count(fraction.numerator)}/{count(fraction.denominator)}"
 
@@ -94,7 +94,7 @@ def bytes_text(value: int | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A time span in the two units that matter."""
+    """A time span in its two largest units."""
     if seconds is None or not math.isfinite(seconds):
         return DASH
     if seconds < 9.95:

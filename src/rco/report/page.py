@@ -36,8 +36,8 @@ def build_report(runs: Sequence[RunDirectory], out: Path | str) -> Path:
     """Write the report of some runs.
 
     Args:
-        runs: Finished or unfinished runs; the page shows what they have written.
-        out: The HTML file; written whole or not at all.
+        runs: Finished or unfinished runs; the page shows their results so far.
+        out: The HTML file; written atomically.
 
     Returns:
         The file's path.
@@ -67,7 +67,7 @@ def render_report(data: Sequence[RunData]) -> str:
         kind=kinds.pop() if len(kinds) == 1 else None,
         style=style,
         script=script,
-        # Every request, script and style is forbidden but the page's own, whatever a name contains.
+        # Only the page's own script and style are allowed, and no requests, whatever a name contains.
         policy=f"default-src 'none'; style-src 'sha256-{_digest(style)}'; "
         f"script-src 'sha256-{_digest(script)}'; base-uri 'none'; form-action 'none'",
         runs=[_run(data, index) for index in range(len(data))],
@@ -99,7 +99,7 @@ def _digest(content: str) -> str:
 
 
 def _run(data: Sequence[RunData], index: int) -> dict[str, Any]:
-    """What the template shows of one run."""
+    """Contents of one run for the template."""
     run, prefix = data[index], f"run{index + 1}-" if len(data) > 1 else ""
     model = section(run.metrics, "model")
     parameters = integer(model, "parameters", "model")
@@ -153,13 +153,13 @@ def _title(run: RunData) -> str:
 
 
 def _label(data: Sequence[RunData], index: int) -> str:
-    """The name of the run's folder, numbered where two have the same."""
+    """Name of the run's folder, numbered if several have the same."""
     name = data[index].name
     return name if sum(run.name == name for run in data) == 1 else f"{name} ({index + 1})"
 
 
 def _comparison(data: Sequence[RunData]) -> dict[str, Table | Plot | None]:
-    """One line per run, and a plot where the runs' results can be compared."""
+    """One row per run, and a plot if the results are comparable."""
     chosen = [next((row for row in evaluations(run) if row.chosen), None) for run in data]
     models = {run.title for run in data}
     sizes = [checkpoint_bytes(run) for run in data]

@@ -30,7 +30,7 @@ _MOST_GROUPS = 1500
 
 @dataclass(frozen=True)
 class Column:
-    """A heading and the cells below it: text or markup, None where there is nothing."""
+    """A heading and its cells: text or markup, None for an empty cell."""
 
     title: str
     cells: Sequence[Any]
@@ -47,8 +47,8 @@ class Table:
         columns: The columns.
         foot: Rows with sums; they stay at the bottom when the rest is sorted.
         sortable: Whether a click on a heading sorts.
-        tags: Row to a tag beside its name; such rows are bold.
-        links: Where the names of the rows lead.
+        tags: Tag beside a row's name, by row; tagged rows are bold.
+        links: Link targets of the rows' names.
     """
 
     caption: str
@@ -97,7 +97,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str | 
 
 
 def evaluation_table(rows: Sequence[Evaluated]) -> Table:
-    """Allocations side by side, with what was measured of them."""
+    """Allocations side by side with their measurements."""
     tasks = list(dict.fromkeys(task for row in rows for task in row.tasks))
     errors = any(row.kl_error or row.perplexity_error for row in rows) or any(
         scores.get("stderr") for row in rows for scores in row.tasks.values()
@@ -165,7 +165,7 @@ def domain_tables(rows: Sequence[Evaluated]) -> list[Table]:
 
 
 def group_table(groups: Sequence[GroupWidth]) -> Table:
-    """Every group with its width; sums by block and kind where there are too many to list."""
+    """Every group with its width; sums by block and kind if there are too many to list."""
     if len(groups) > _MOST_GROUPS:
         return _folded_groups(groups)
 
@@ -221,7 +221,7 @@ def fold_names(sizes: dict[str, int], most: int) -> tuple[dict[str, tuple[int, i
     """Sizes added up over numbered names, from the innermost number outwards, until at most ``most`` are left.
 
     Returns:
-        Name, with ``*`` for what was folded, to (how many, their sum); and whether anything was folded.
+        (number, sum) by name, with ``*`` for folded numbers; and whether anything was folded.
     """
     folded = {name: (1, size) for name, size in sizes.items()}
     depth = 0
@@ -253,7 +253,7 @@ def layer_table(layers: Sequence[MoeLayer]) -> Table:
     shown = {"reap": "REAP", "fisher": "sensitivity"}
     caption = "Experts kept per layer"
     if scores:
-        caption += ", and how many of them the scores would keep at the same count"
+        caption += ", and how many of them each score would keep at the same count"
     return Table(
         caption,
         [

@@ -1,4 +1,4 @@
-"""Contents of the report's sections; the templates in ``templates/`` set them.
+"""Contents of the report's sections, rendered by the templates in ``templates/``.
 
 A section without data is None and left out of the page.
 """
@@ -55,7 +55,7 @@ _CANDIDATES = {
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page: its anchor, its title, and what its template shows."""
+    """A section of the page: anchor, title and contents for its template."""
 
     anchor: str
     title: str
@@ -63,7 +63,7 @@ class Section:
 
 
 def sections(run: RunData, prefix: str = "") -> list[Section]:
-    """All sections for which the run has data; ``prefix`` makes names unique where a page has several runs."""
+    """All sections for which the run has data; ``prefix`` makes names unique on a page of several runs."""
     makers: Sequence[tuple[str, str, Callable[[RunData, str], Any]]] = (
         ("results", "Results", _results),
         ("bits", "Bits of every layer", _bits),
@@ -99,7 +99,7 @@ def tiles(run: RunData) -> list[Tile]:
 
 
 def budget_used(run: RunData) -> str | None:
-    """What the result uses of its budget, in the budget's unit."""
+    """Used budget of the result, in the budget's unit."""
     budget = section(run.metrics, "budget")
     used, average = integer(budget, "used_units", "budget"), number(budget, "average_bits", "budget")
     kind = budget.get("kind")
@@ -225,7 +225,7 @@ def _expert_widths(run: RunData, prefix: str) -> dict[str, Any] | None:
 
 
 def _fitted(found: Mapping[str, Any]) -> dict[str, int] | None:
-    """How many tokens the candidates of experts were fitted to; None where no tokens were used."""
+    """Numbers of tokens that experts were fitted to; None if no tokens were used."""
     least = integer(found, "minimum_tokens", "expert_widths")
     if least is None:
         return None
@@ -305,7 +305,7 @@ def _candidates(run: RunData) -> Table | None:
 
 
 def _margin(run: RunData) -> str | None:
-    """How far the chosen candidate's loss is below the others' ("0": equal); None where it is not the lowest."""
+    """Distance of the chosen candidate's loss below the next ("0": equal); None if it is not the lowest."""
     if run.result is None or run.result.chosen_from not in run.result.candidates:
         return None
     own = run.result.candidates[run.result.chosen_from]

@@ -54,11 +54,11 @@ _SETTINGS: dict[Any, Any] = {
 
 
 class Panel:
-    """One plot in the making.
+    """A plot to draw on.
 
     Attributes:
         axes: The axes, to draw on directly; text that is not plain ASCII goes through :meth:`text`.
-        svg: The drawing, once :func:`draw` is left.
+        svg: The drawing, available after :func:`draw` ends.
     """
 
     def __init__(self, axes: Axes, size: tuple[int, int]) -> None:
@@ -73,13 +73,13 @@ class Panel:
         return name
 
     def line(self, points: Sequence[Point], colour: str, dashes: tuple[float, float] | None = None) -> None:
-        """Join points, with a gap where a value cannot be drawn."""
+        """Draw a line through points, with a gap at values that cannot be drawn."""
         style = {} if dashes is None else {"linestyle": (0, dashes), "linewidth": 1.4}
         shown = [point if self._shows(point) else (point[0], math.nan) for point in points]
         self.axes.plot(*_columns(shown), color=LIGHT[colour], **style)  # type: ignore[arg-type]
 
     def _shows(self, point: Point) -> bool:
-        """Whether both coordinates have a place on their axes."""
+        """Whether both coordinates can be drawn on their axes."""
         scales = (self.axes.get_xscale(), self.axes.get_yscale())
         return all(math.isfinite(v) and (v > 0 or s != "log") for v, s in zip(point, scales, strict=True))
 
@@ -110,9 +110,9 @@ class Panel:
             )
 
     def text(self, x: float, y: float, words: str, *, align: str = "left", class_: str = "") -> None:
-        """Words at a place in pixels from the lower left corner.
+        """Text at a place in pixels from the lower left corner.
 
-        Matplotlib sees a placeholder: it warns about characters that its own font lacks.
+        Matplotlib draws a placeholder, because it warns about characters that its own font lacks.
         """
         from matplotlib.transforms import IdentityTransform
 
@@ -129,7 +129,7 @@ class Panel:
         )
 
     def names(self, points: Sequence[Point], names: Sequence[str], classes: Sequence[str]) -> None:
-        """Names beside points, moved apart vertically where they would overlap; limits must be set before."""
+        """Names beside points, moved apart vertically if they would overlap; set the limits first."""
         from matplotlib.transforms import IdentityTransform
 
         width, height = self.size
@@ -137,7 +137,7 @@ class Panel:
         heights = spread([y for _, y in places], 15, _BOTTOM + 6, height - _TOP - 6)
         for (x, y), label_y, name, class_ in zip(places, heights, names, classes, strict=True):
             length = 16 + 7 * len(name)
-            # To the right, unless that leaves the panel or covers another point and the left does not.
+            # To the right, unless that leaves the panel or covers another point, and the left does not.
             side = 1 if x + length < width else -1
             if _covers(places, x, label_y, side * length) and not _covers(places, x, label_y, -side * length):
                 side = -side if _LEFT < x - side * length < width else side
@@ -172,7 +172,7 @@ class Panel:
         self.svg = self._inline(drawn.getvalue(), f"{title}. {description}")
 
     def _inline(self, source: str, words: str) -> Markup:
-        """Matplotlib's SVG without what a page of its own would need, with the page's colours and hover texts."""
+        """Matplotlib's SVG for embedding in the page, with the page's colours and hover texts."""
         root = ElementTree.fromstring(source)
         parents = {child: parent for parent in root.iter() for child in parent}
         used = {
@@ -214,7 +214,7 @@ def _plain_attributes(element: ElementTree.Element) -> None:
         if key and key != "font-family":
             element.set(key, _VARIABLES.get(value, value))
     for key, value in list(element.attrib.items()):
-        if key == "clip-path" or value.startswith("rotate(-0 "):  # the axes' limits hold everything
+        if key == "clip-path" or value.startswith("rotate(-0 "):  # everything lies within the axes' limits
             del element.attrib[key]
         elif key.startswith("{"):
             del element.attrib[key]
@@ -235,7 +235,7 @@ def _mark(element: ElementTree.Element, class_: str, words: Sequence[str]) -> No
     for shape in (
         *element.iter("path"),
         *dots,
-    ):  # the look moves to the group, where the style sheet can change it
+    ):  # the style moves to the group, where the style sheet can change it
         for key in ("fill", "stroke", "stroke-width"):
             if (value := shape.attrib.pop(key, None)) is not None:
                 element.set(key, value)
@@ -255,17 +255,17 @@ def draw(
     y_log: bool = False,
     size: tuple[int, int] = (440, 260),
 ) -> Iterator[Panel]:
-    """A panel to draw on; its ``svg`` is there at the end of the block.
+    """A panel to draw on; its ``svg`` is set at the end of the block.
 
     Args:
         name: Unique on the page: the names of the drawing's shapes are derived from it.
         title: The text alternative.
         description: The main numbers, in the text alternative.
-        x_label: Below the axis.
-        y_label: Above the axis, so that no text is turned.
+        x_label: Label below the axis.
+        y_label: Label above the axis, so that no text is rotated.
         x_log: Logarithmic horizontal axis.
         y_log: Logarithmic vertical axis.
-        size: In pixels, before the page scales it.
+        size: Size in pixels, before the page scales it.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -297,7 +297,7 @@ def draw(
         axes.grid(axis="y")
         axes.set_axisbelow(True)
         axes.set_xlabel(x_label, loc="right")
-        # A fixed place: matplotlib would measure all labels to find one.
+        # A fixed position, because matplotlib would measure all labels to find one.
         axes.set_title(y_label, loc="left", x=-_LEFT / (width - _LEFT - _RIGHT) + 0.01, y=1.0, pad=12)
         panel = Panel(axes, size)
         yield panel
@@ -305,7 +305,7 @@ def draw(
 
 
 def _log_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round values of a logarithmic axis: several per decade as long as there is room, else whole decades."""
+    """Round values of a logarithmic axis: several per decade if there is space, else whole decades."""
     from matplotlib.ticker import MaxNLocator
 
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -314,7 +314,7 @@ def _log_ticks(low: float, high: float, most: int = 6) -> list[float]:
         ticks = [tick for tick in ticks if low <= tick <= high]
         if len(ticks) <= most:
             break
-    if len(ticks) < 2:  # a range too narrow for any of them
+    if len(ticks) < 2:  # the range is too narrow for round values
         ticks = [
             float(t) for t in MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(low, high) if low <= t <= high
         ]

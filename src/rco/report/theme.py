@@ -1,7 +1,7 @@
 """Colours of the report, for light and dark screens; figures, maps and the style sheet share them.
 
-They differ in lightness as well as hue, so that they can be told apart with any colour vision, and carry their text
-at a contrast of 4.5 or more.
+They differ in lightness as well as hue, so that they are distinct for any colour vision; text on them has a
+contrast of 4.5 or more.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ WIDTHS = {
 
 
 def level(width: float) -> int:
-    """The width whose colour stands for this one: the nearest; 0 (pruned) stands for itself alone."""
+    """The width whose colour is used for this one: the nearest; 0 (pruned) only for 0."""
     if width == 0:
         return 0
     return min((known for known in WIDTHS if known), key=lambda known: (abs(known - width), known))

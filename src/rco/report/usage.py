@@ -1,4 +1,4 @@
-"""How to load the checkpoint, and the command that makes it again."""
+"""Code for loading the checkpoint, and the command that reproduces it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _VERBS = {"quantization": "quantize", "expert-pruning": "prune"}
 
 @dataclass(frozen=True)
 class Loading:
-    """What it takes to load a checkpoint with stock tools.
+    """Loading of a checkpoint with stock tools.
 
     Attributes:
         path: The checkpoint.
         format: Its format.
-        recipe: How to use it where it is a recipe for another tool, which makes the checkpoint.
-        uneven: Layers keep different numbers of experts, so that it carries model code of its own.
-        separate: Experts have widths of their own, so that it carries model code of its own.
+        recipe: Instructions, if it is a recipe for another tool, which makes the checkpoint.
+        uneven: Whether layers keep different numbers of experts, so that the checkpoint has its own model code.
+        separate: Whether experts have their own widths, so that the checkpoint has its own model code.
         vllm: Whether vLLM can serve it.
     """
 
@@ -38,17 +38,17 @@ class Loading:
 
     @property
     def quoted_path(self) -> str:
-        """The path as Python writes it."""
+        """The path as a Python string."""
         return json.dumps(self.path, ensure_ascii=False)
 
     @property
     def shell_path(self) -> str:
-        """The path as a shell takes it."""
+        """The path quoted for a shell."""
         return shlex.quote(self.path)
 
 
 def loading(run: RunData) -> Loading | None:
-    """How to load the checkpoint; None without one."""
+    """Loading of the checkpoint; None without one."""
     export = section(run.metrics, "export")
     if not export.get("path"):
         return None
@@ -68,7 +68,7 @@ def loading(run: RunData) -> Loading | None:
 
 
 def reproduce_command(run: RunData) -> str | None:
-    """The command line of the run: as recorded, or else with every setting of its configuration spelled out."""
+    """The command line of the run: as recorded, else with every setting of its configuration."""
     for document in (run.metrics, run.environment, run.config):
         recorded = document.get("command")
         if recorded:

@@ -1,4 +1,4 @@
-"""Allocations judged side by side: KL to the full model and perplexity, on the same evaluation text."""
+"""Evaluation of allocations: KL to the full model and perplexity on the same evaluation text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rco.evaluation.perplexity import measure_perplexity
 from rco.evaluation.reference_states import ReferenceStates
 from rco.models.precision import computing_in
 
-__all__ = ["Judge"]
+__all__ = ["AllocationEvaluator"]
 
 
-class Judge:
+class AllocationEvaluator:
     """Evaluates allocations of one compression; the full model's hidden states are computed once."""
 
     def __init__(self, compression: Compression, data: CalibrationSet, batch_size: int = 4) -> None:
@@ -34,9 +34,9 @@ class Judge:
         return self._reference
 
     def row(self, name: str, allocation: Allocation | None, problem: AllocationProblem) -> dict[str, Any]:
-        """One line of the comparison; None is the full model."""
+        """Row of the comparison; None is the full model."""
         key = None if allocation is None else tuple(allocation)
-        if key not in self._measured:  # two rules may well agree on an allocation
+        if key not in self._measured:  # several methods may find the same allocation
             self._measured[key] = self._measure(allocation)
         return {
             "name": name,
