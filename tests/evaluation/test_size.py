@@ -114,7 +114,7 @@ def test_damage_and_absence(tmp_path):
     (tmp_path / "again.safetensors").unlink()
     path = tmp_path / "model.safetensors"
     os.truncate(path, path.stat().st_size - 3)
-    with pytest.raises(EvaluationError, match="is damaged: .* bytes instead of the"):
+    with pytest.raises(EvaluationError, match=r"is damaged: .* bytes instead of the"):
         checkpoint_size(tmp_path)
     path.write_bytes(b"\xff" * 40)
     with pytest.raises(EvaluationError, match="damaged"):

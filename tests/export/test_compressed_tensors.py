@@ -382,7 +382,7 @@ def test_damage_is_noticed(tmp_path):
         write_checkpoint(tmp_path, specs, lambda name: torch.zeros(3))
     write_checkpoint(tmp_path, specs, values.__getitem__)
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(ExportError, match="bytes instead of .* as in its header"):
+    with pytest.raises(ExportError, match=r"bytes instead of .* as in its header"):
         verify_checkpoint(tmp_path, specs)
 
 

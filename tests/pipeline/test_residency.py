@@ -47,7 +47,7 @@ def test_a_gpu_that_is_too_small_is_said_before_the_run(choose):
         ValueError, match=r"about 25\.0 GiB .* even with .* 24\.1 GiB are free\. .* `checkpointing=True`"
     ):
         choose(9)
-    with pytest.raises(ValueError, match="are free. It needs less with a shorter `length`") as error:
+    with pytest.raises(ValueError, match=r"are free. It needs less with a shorter `length`") as error:
         choose(9, checkpointing=True)
     assert "`checkpointing" not in str(error.value)
 
