@@ -6,7 +6,7 @@ import torch
 
 from rco.models.moe.gates import expert_gates
 from rco.models.moe.layers import moe_layers
-from rco.models.moe.probes import ProbeRoom
+from rco.models.moe.probes import ProbeBuffer
 from rco.testing.tiny_models import TINY_MOE_NAMES, random_keep, tiny_moe, tiny_tokens
 
 
@@ -23,21 +23,21 @@ def test_gradients_are_those_of_counted_probes_whenever_the_room_was_enough(name
     keep = torch.cat(random_keep(moe_layers(model), 2)).double()
     with expert_gates(model) as gates:
         counted = gradient_of(model, gates, keep)
-        gates.room.always_counted = False  # as on a GPU
+        gates.probe_buffer.always_counted = False  # as on a GPU
         settled = []
         for _ in range(3):
-            with gates.room.sample() as used:
+            with gates.probe_buffer.sample() as used:
                 found = gradient_of(model, gates, keep)
-            settled.append(gates.room.settle(used))
+            settled.append(gates.probe_buffer.settle(used))
             if settled[-1]:
                 torch.testing.assert_close(found, counted, rtol=1e-10, atol=1e-14)
         assert settled[1:] == [True, True]  # a sample that did not fit tells how much it needs
-        assert gates.room.counted  # outside of a sample
+        assert gates.probe_buffer.counted  # outside of a sample
         torch.testing.assert_close(gradient_of(model, gates, keep), counted, rtol=0, atol=0)
 
 
 def test_room_follows_the_need():
-    room = ProbeRoom(1, always_counted=False)
+    room = ProbeBuffer(1, always_counted=False)
 
     def sample(needed):
         with room.sample() as used:
@@ -67,7 +67,7 @@ class StrongPreferences:
 
     def __init__(self):
         self.rng = np.random.default_rng(0)
-        self.room = ProbeRoom(self.layers, always_counted=False)
+        self.room = ProbeBuffer(self.layers, always_counted=False)
 
     def needed(self):
         kept = [
@@ -112,9 +112,9 @@ def test_a_recorded_sample_has_room_for_most_of_those_that_it_is_replayed_with()
 
 
 def test_a_layer_that_keeps_all_experts_needs_no_room():
-    room = ProbeRoom(1, always_counted=False)
+    room = ProbeBuffer(1, always_counted=False)
     with room.sample() as used:
         assert room.reserve(0, 1000, 4, 60, 0, torch.tensor(0)) == 0
     assert room.settle(used)
-    with ProbeRoom(1, always_counted=True).sample() as used:
+    with ProbeBuffer(1, always_counted=True).sample() as used:
         assert used is None
