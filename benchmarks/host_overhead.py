@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from rco.bench.timing import floor
-from rco.models.moe.probes import ProbeRoom
+from rco.models.moe.probes import ProbeBuffer
 from rco.models.shapes import SHAPES, random_model
 from rco.runs import environment
 from rco.testing.search_cases import make_case, random_tokens, sample_of
@@ -84,8 +84,8 @@ def pretend():
     integer_kernels_triton.multiprocessors = integer_kernels_bfloat16.multiprocessors = lambda device: 132
     integer_kernels_bfloat16._regular = lambda *arguments: True
     switchable._outer = lambda gradient, x: gradient.t() @ x
-    made = ProbeRoom.__init__
-    ProbeRoom.__init__ = lambda self, layers, *, always_counted: made(self, layers, always_counted=False)
+    made = ProbeBuffer.__init__
+    ProbeBuffer.__init__ = lambda self, layers, *, always_counted: made(self, layers, always_counted=False)
 
 
 def seconds(work):

@@ -581,7 +581,7 @@ class Compression:
                     selection=held_back,
                     curvature=self.curvature,
                     errors=None if self.plan.removes_only else self,
-                    room=switched.room,
+                    probe_buffer=switched.probe_buffer,
                     disturb=switched.disturbed,
                     group_blocks=self._blocks(),
                     check_recorded=switched.check_gates if recordable and data is calibration else None,

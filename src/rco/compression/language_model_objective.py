@@ -18,7 +18,7 @@ from rco.core.objective import Objective
 from rco.data.calibration import CalibrationSet
 from rco.losses import Head, chunk_length, chunked_cross_entropy, chunked_kl
 from rco.models.loading import LoadedModel
-from rco.models.moe.probes import ProbeRoom, UsedRoom
+from rco.models.moe.probes import ProbeBuffer, UsedBuffer
 
 __all__ = ["Disturb", "LanguageModelObjective", "LossKind", "OptionErrors", "Reference", "SetGates"]
 
@@ -111,14 +111,14 @@ class LanguageModelObjective(Objective):
         selection: The same on the held-back sequences.
         curvature: (N, K, K) second-order cost of a switch, if known.
         errors: Computes tables of errors that some methods need; None: there are none.
-        room: Buffer of the model's backward pass, of a size estimated in advance; None: no buffer.
+        probe_buffer: Buffer of the model's backward pass, of a size estimated in advance; None: no buffer.
         disturb: Adds noise to one group's weights inside its context; None: not supported.
         group_blocks: Block of the model that every group is in; None: some group is in none.
         check_recorded: Raises for gates (N, K), in host memory, that cannot be set. Given if samples may be
             recorded as a CUDA graph, which is replayed without any check of the gates; None: no recording.
 
     Attributes:
-        room: The argument.
+        probe_buffer: The argument.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class LanguageModelObjective(Objective):
         selection: LanguageModelObjective | None = None,
         curvature: Tensor | None = None,
         errors: OptionErrors | None = None,
-        room: ProbeRoom | None = None,
+        probe_buffer: ProbeBuffer | None = None,
         disturb: Disturb | None = None,
         group_blocks: Sequence[int] | None = None,
         check_recorded: Callable[[Tensor], None] | None = None,
@@ -152,14 +152,14 @@ class LanguageModelObjective(Objective):
         self.selection = selection
         self.curvature = curvature
         self._errors = errors
-        self.room = room
+        self.probe_buffer = probe_buffer
         self._disturb = disturb
         if group_blocks is not None:
             self.group_blocks = list(group_blocks)
         # Only if every token counts, as in plain text: otherwise the number of predictions differs by sequence.
         whole = bool(calibration.mask[:, :-1].all()) and reference is not None
         self._check_recorded = check_recorded if whole else None
-        self._recording: tuple[Recording, UsedRoom | None] | None = None
+        self._recording: tuple[Recording, UsedBuffer | None] | None = None
         self._answered = False
         self.tokens_per_batch = batch_size * calibration.tokens.shape[1]
 
@@ -176,7 +176,7 @@ class LanguageModelObjective(Objective):
     @property
     def samples_redone(self) -> int:
         """Samples that were repeated because their buffer was too small."""
-        return 0 if self.room is None else self.room.too_small
+        return 0 if self.probe_buffer is None else self.probe_buffer.too_small
 
     @cached_property
     def option_errors(self) -> Tensor:
@@ -231,13 +231,13 @@ class LanguageModelObjective(Objective):
         The gates go to the model's device and their gradient stays there, so there is no synchronization within or
         between samples. Only the loss and the gradient of a sample are kept.
         """
-        values, room = gates.detach(), self.room
+        values, probe_buffer = gates.detach(), self.probe_buffer
         placed, text = self._placed(values), self._text(batch)
         found = self._replay(placed, values, text) or self._launch(placed, values, text)
 
         def answer() -> tuple[float, Tensor]:
             loss, gradient, used = found
-            if room is not None and used is not None and not room.settle(used):
+            if probe_buffer is not None and used is not None and not probe_buffer.settle(used):
                 self.forget_recording()  # its buffer is as small as this sample's
                 again = self._placed(values), values, self._text(batch)
                 loss, gradient, _ = self._launch(*again, counted=True)
@@ -257,24 +257,24 @@ class LanguageModelObjective(Objective):
 
     def _launch(
         self, gates: Tensor, values: Tensor, text: _Text, *, recorded: bool = False, counted: bool = False
-    ) -> tuple[Tensor, Tensor, UsedRoom | None]:
+    ) -> tuple[Tensor, Tensor, UsedBuffer | None]:
         """A sample's loss, its gradient in the gates, and the part of the buffer that it used.
 
         With ``counted`` the buffer has exactly the needed size, at the price of one synchronization per layer.
         """
-        leaf, room = gates.detach().requires_grad_(), self.room
-        with nullcontext() if room is None or counted else room.sample(recorded) as used:
+        leaf, probe_buffer = gates.detach().requires_grad_(), self.probe_buffer
+        with nullcontext() if probe_buffer is None or counted else probe_buffer.sample(recorded) as used:
             loss = self._loss_on(leaf, values, text, recorded)
             (gradient,) = torch.autograd.grad(loss, leaf)
         return loss.detach(), gradient, used
 
     def _replay(
         self, gates: Tensor, values: Tensor, text: _Text
-    ) -> tuple[Tensor, Tensor, UsedRoom | None] | None:
+    ) -> tuple[Tensor, Tensor, UsedBuffer | None] | None:
         """The same from a recording, or None; recorded once a sample has shown the needed size of the buffer."""
         if self._check_recorded is None or text.reference is None:
             return None
-        if self.room is not None and not self._answered:
+        if self.probe_buffer is not None and not self._answered:
             return None
         if self._recording is None:
             if len(text.tokens) < min(self._batch_size, len(self._calibration.tokens)):
@@ -289,8 +289,10 @@ class LanguageModelObjective(Objective):
         loss, gradient, *counts = recording(gates, text.tokens, text.reference)
         return loss, gradient, used.replayed(*counts) if used is not None and counts else None
 
-    def _record(self, gates: Tensor, values: Tensor, text: _Text) -> tuple[Recording, UsedRoom | None] | None:
-        used: UsedRoom | None = None
+    def _record(
+        self, gates: Tensor, values: Tensor, text: _Text
+    ) -> tuple[Recording, UsedBuffer | None] | None:
+        used: UsedBuffer | None = None
 
         def work(gates: Tensor, tokens: Tensor, reference: Tensor) -> tuple[Tensor, ...]:
             nonlocal used

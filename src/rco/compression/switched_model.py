@@ -20,7 +20,7 @@ from rco.models.loading import LoadedModel
 from rco.models.moe.gates import ExpertGates, GateMode
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import ExpertLinear
-from rco.models.moe.probes import ProbeRoom
+from rco.models.moe.probes import ProbeBuffer
 from rco.models.moe.switchable_experts import ExpertOptions, SwitchableExperts, switchable_experts
 from rco.models.switchable_model import GatedModel, gate_choices, make_switchable, switchable_model
 
@@ -92,9 +92,9 @@ class SwitchedModel:
                 module.noise = None
 
     @property
-    def room(self) -> ProbeRoom | None:
+    def probe_buffer(self) -> ProbeBuffer | None:
         """Buffer for the probes of a backward pass; None if no expert can be removed."""
-        return None if self._experts is None else self._experts.room
+        return None if self._experts is None else self._experts.probe_buffer
 
     def recordable(self, dtype: torch.dtype) -> bool:
         """Whether :meth:`set_gates` supports ``recorded`` for computation in a type."""

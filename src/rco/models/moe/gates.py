@@ -20,7 +20,7 @@ from rco.models.moe.expert_pairs import (
     expert_weights,
 )
 from rco.models.moe.layers import MoELayer, moe_layers
-from rco.models.moe.probes import ProbeRoom, RoutingProbes
+from rco.models.moe.probes import ProbeBuffer, RoutingProbes
 from rco.models.moe.routing import Routing, route
 
 __all__ = ["ExpertGates", "GateMode", "OptionSource", "expert_gates"]
@@ -49,7 +49,7 @@ class ExpertGates:
         layers: The sparse layers.
         counts: Experts per layer; gates of layer ``l`` start at ``sum(counts[:l])``.
         mode: ``deployed`` or ``scale``, see :func:`expert_gates`.
-        room: Buffer sizes for the probes of a backward pass.
+        probe_buffer: Buffer sizes for the probes of a backward pass.
         devices: Device of each layer.
     """
 
@@ -59,8 +59,8 @@ class ExpertGates:
         self.mode = mode
         self.devices = [next(layer.router.parameters()).device for layer in self.layers]
         on_host = all(place.type == "cpu" for place in self.devices)
-        self.room = ProbeRoom(len(self.layers), always_counted=on_host)
-        self._gates = [_LayerGates(layer, mode, self.room) for layer in self.layers]
+        self.probe_buffer = ProbeBuffer(len(self.layers), always_counted=on_host)
+        self._gates = [_LayerGates(layer, mode, self.probe_buffer) for layer in self.layers]
 
     @property
     def num_gates(self) -> int:
@@ -194,10 +194,10 @@ def expert_gates(
 class _LayerGates:
     """The gates of one layer and the forward methods that apply them."""
 
-    def __init__(self, layer: MoELayer, mode: GateMode, room: ProbeRoom) -> None:
+    def __init__(self, layer: MoELayer, mode: GateMode, probe_buffer: ProbeBuffer) -> None:
         self.layer = layer
         self.mode = mode
-        self.room = room
+        self.probe_buffer = probe_buffer
         self.num_kept = layer.num_experts
         self.squares = False
         self.weights: ExpertWeights | None = None
@@ -286,10 +286,10 @@ class _LayerGates:
 
         def reserve(needed: Tensor) -> int:
             tokens, pruned = len(routing.indices), layer.num_experts - kept
-            return self.room.reserve(layer.index, tokens, layer.top_k, kept, pruned, needed)
+            return self.probe_buffer.reserve(layer.index, tokens, layer.top_k, kept, pruned, needed)
 
         probes = RoutingProbes.find(
-            layer.rule, routing, layer.correction, keep, None if self.room.counted else reserve
+            layer.rule, routing, layer.correction, keep, None if self.probe_buffer.counted else reserve
         )
         changes = probes.changes(real, ask(probes.tokens, probes.experts))
         return (changes.square() if self.squares else changes).sum(dim=0)

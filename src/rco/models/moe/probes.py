@@ -15,7 +15,7 @@ One thing is held fixed: flipping an expert may change which groups a group-limi
 expert counts as entering when its group would be picked with it, but no other expert of the group moves.
 
 The number of probes depends on the tokens, and reading it would make the host wait for the device in every layer.
-:class:`ProbeRoom` therefore reserves slots for a likely number; the device counts the probes, and a sample that
+:class:`ProbeBuffer` therefore reserves slots for a likely number; the device counts the probes, and a sample that
 needed more slots is repeated with the exact number.
 """
 
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from rco.models.moe.routing import Routing, RoutingRule, choose_groups, group_scores
 
-__all__ = ["ProbeRoom", "RoutingProbes", "UsedRoom"]
+__all__ = ["ProbeBuffer", "RoutingProbes", "UsedBuffer"]
 
 # Spare slots cost little, a repeated sample a whole sample: sizes shrink slowly, over hundreds of samples.
 _FIRST = 2.0  # slots in the first samples, relative to the need of a router without preferences
@@ -217,7 +217,7 @@ def _best_only(rule: RoutingRule) -> RoutingRule:
 
 
 @dataclass
-class UsedRoom:
+class UsedBuffer:
     """Slots that one sample reserved.
 
     Attributes:
@@ -235,12 +235,12 @@ class UsedRoom:
         place = self.needed[0].device
         return torch.cat([numbers.reshape(-1).to(place, non_blocking=True) for numbers in self.needed])
 
-    def replayed(self, counts: Tensor) -> UsedRoom:
+    def replayed(self, counts: Tensor) -> UsedBuffer:
         """The same slots with the counts of another sample."""
-        return UsedRoom(True, self.layers, [counts])
+        return UsedBuffer(True, self.layers, [counts])
 
 
-class ProbeRoom:
+class ProbeBuffer:
     """Number of probe slots of every layer.
 
     Outside :meth:`sample` probes are counted, and the host waits for their number.
@@ -258,7 +258,7 @@ class ProbeRoom:
         self.always_counted = always_counted
         self._factors = [_FIRST] * layers
         self._most = [0] * layers
-        self._used: UsedRoom | None = None
+        self._used: UsedBuffer | None = None
         self.too_small = 0
 
     @property
@@ -267,12 +267,12 @@ class ProbeRoom:
         return self._used is None
 
     @contextmanager
-    def sample(self, recorded: bool = False) -> Iterator[UsedRoom | None]:
+    def sample(self, recorded: bool = False) -> Iterator[UsedBuffer | None]:
         """Context for the forward and backward pass of a sample; pass the result to :meth:`settle`.
 
         A ``recorded`` sample will be replayed with other gates: it reserves for the most that was needed so far.
         """
-        self._used = None if self.always_counted else UsedRoom(recorded)
+        self._used = None if self.always_counted else UsedBuffer(recorded)
         try:
             yield self._used
         finally:
@@ -296,7 +296,7 @@ class ProbeRoom:
             self._used.needed.append(needed)
         return places
 
-    def settle(self, used: UsedRoom) -> bool:
+    def settle(self, used: UsedBuffer) -> bool:
         """Whether a sample had enough slots; waits for the device, and updates the sizes."""
         if not used.layers:
             return True

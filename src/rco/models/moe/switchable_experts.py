@@ -29,7 +29,7 @@ from rco.models.moe.expert_pairs import ExpertWeights, expert_weights
 from rco.models.moe.gates import ExpertGates, GateMode, expert_gates
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import original_stacks
-from rco.models.moe.probes import ProbeRoom
+from rco.models.moe.probes import ProbeBuffer
 
 __all__ = ["ExpertOptions", "PlacedChoices", "SelectedExperts", "SwitchableExperts", "switchable_experts"]
 
@@ -325,9 +325,9 @@ class SwitchableExperts:
             self._places[device] = layers, self._host_rows(layers).to(device)
 
     @property
-    def room(self) -> ProbeRoom | None:
+    def probe_buffer(self) -> ProbeBuffer | None:
         """Buffer of the probes of removed experts; None if none can be removed."""
-        return None if self._removed is None else self.handle.room
+        return None if self._removed is None else self.handle.probe_buffer
 
     def recordable(self, dtype: torch.dtype) -> bool:
         """Whether :meth:`set_gates` supports ``recorded`` when the experts compute in a type."""
