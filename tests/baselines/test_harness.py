@@ -109,7 +109,7 @@ def test_resume_refuses_another_search():
     make("random").search(PROBLEM, Watched(), on_checkpoint=states.append)
     with pytest.raises(ValueError, match="keep=4, this search has keep=2"):
         make("random", keep=2).search(PROBLEM, Watched(), resume=states[0])
-    with pytest.raises(ValueError, match="one of random"):
+    with pytest.raises(ValueError, match="from random"):
         make("evopress").search(PROBLEM, Watched(), resume=states[0])
     with pytest.raises(ValueError, match="another prior"):
         make("random").search(PROBLEM, Watched(), resume=states[0], prior=torch.ones(8, 3))

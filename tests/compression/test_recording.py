@@ -70,9 +70,7 @@ def recorded(monkeypatch):
 def objective_of(case):
     with case.backend.objective(case.data) as objective:
         if objective.probe_buffer is not None:
-            objective.probe_buffer.always_counted = (
-                False  # as on a GPU, where nobody waits for the number of probes
-            )
+            objective.probe_buffer.always_counted = False  # as on a GPU, where the host does not count probes
         yield objective
 
 

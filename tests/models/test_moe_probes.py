@@ -37,12 +37,12 @@ def test_gradients_are_those_of_counted_probes_whenever_the_room_was_enough(name
 
 
 def test_room_follows_the_need():
-    room = ProbeBuffer(1, always_counted=False)
+    buffer = ProbeBuffer(1, always_counted=False)
 
     def sample(needed):
-        with room.sample() as used:
-            places = room.reserve(0, 1000, 4, 40, 20, torch.tensor(needed))
-        return places, room.settle(used)
+        with buffer.sample() as used:
+            places = buffer.reserve(0, 1000, 4, 40, 20, torch.tensor(needed))
+        return places, buffer.settle(used)
 
     expected = 1000 * 4 * 20 / 41
     places, enough = sample(int(expected))
@@ -67,7 +67,7 @@ class StrongPreferences:
 
     def __init__(self):
         self.rng = np.random.default_rng(0)
-        self.room = ProbeBuffer(self.layers, always_counted=False)
+        self.buffer = ProbeBuffer(self.layers, always_counted=False)
 
     def needed(self):
         kept = [
@@ -77,10 +77,10 @@ class StrongPreferences:
         return [torch.tensor(self.tokens * int(places[self.top_k - 1] + 1 - self.top_k)) for places in kept]
 
     def launch(self, recorded=False):
-        with self.room.sample(recorded) as used:
+        with self.buffer.sample(recorded) as used:
             for layer, number in enumerate(self.needed()):
                 kept = self.experts - self.pruned
-                self.room.reserve(layer, self.tokens, self.top_k, kept, self.pruned, number)
+                self.buffer.reserve(layer, self.tokens, self.top_k, kept, self.pruned, number)
         return used
 
 
@@ -89,20 +89,20 @@ def test_samples_of_a_router_with_strong_preferences_are_seldom_done_twice():
     redone = []
     for _ in range(40):
         launched = [case.launch() for _ in range(16)]
-        redone.append(sum(not case.room.settle(used) for used in launched))
+        redone.append(sum(not case.buffer.settle(used) for used in launched))
     assert redone[0] > 0  # nothing is known yet
     assert sum(redone[5:]) <= 0.05 * 16 * 35
-    assert case.room.too_small == sum(redone)
+    assert case.buffer.too_small == sum(redone)
 
 
 def test_a_recorded_sample_has_room_for_most_of_those_that_it_is_replayed_with():
     case = StrongPreferences()
     for used in [case.launch() for _ in range(16)]:
-        case.room.settle(used)
+        case.buffer.settle(used)
     recording, redone = case.launch(recorded=True), []
     for _ in range(40):
         replayed = [recording.replayed(torch.stack(case.needed())) for _ in range(16)]
-        redone.append(sum(not case.room.settle(used) for used in replayed))
+        redone.append(sum(not case.buffer.settle(used) for used in replayed))
         if redone[-1]:
             recording = case.launch(recorded=True)
     assert sum(redone) <= 0.02 * 16 * 40
@@ -112,9 +112,9 @@ def test_a_recorded_sample_has_room_for_most_of_those_that_it_is_replayed_with()
 
 
 def test_a_layer_that_keeps_all_experts_needs_no_room():
-    room = ProbeBuffer(1, always_counted=False)
-    with room.sample() as used:
-        assert room.reserve(0, 1000, 4, 60, 0, torch.tensor(0)) == 0
-    assert room.settle(used)
+    buffer = ProbeBuffer(1, always_counted=False)
+    with buffer.sample() as used:
+        assert buffer.reserve(0, 1000, 4, 60, 0, torch.tensor(0)) == 0
+    assert buffer.settle(used)
     with ProbeBuffer(1, always_counted=True).sample() as used:
         assert used is None
