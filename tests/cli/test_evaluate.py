@@ -54,7 +54,7 @@ def test_tasks_are_refused_before_a_model_is_loaded(run, random_llama, items, tm
     twin.write_text(items.read_text())
     for tasks, words in (
         (f"{tmp_path}/none.jsonl", "none.jsonl"),
-        (f"{items},{twin}", "Two files of tasks are called items"),
+        (f"{items},{twin}", "Two task files are named items"),
         (f"{items},arc_easy", "pip install 'rco[eval]'"),
     ):
         code, _, err = run("evaluate", random_llama, "--tasks", tasks)

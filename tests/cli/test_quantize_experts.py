@@ -64,7 +64,7 @@ MISTAKES = [
 # MLX takes groups of 32 columns and more, which the random model does not have.
 MISTAKES_WITH_MLX = [
     (["--widths", "2,3,4"], "--expert-groups layer-projection"),
-    (["--expert-groups", "layer-projection"], "takes 2, 3, 4, 5, 6, 8"),
+    (["--expert-groups", "layer-projection"], "supports 2, 3, 4, 5, 6, 8"),
 ]
 
 

@@ -192,7 +192,7 @@ def test_a_search_runs_over_the_documents_format(ternary, tmp_path):
 
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").eval()
     torch.testing.assert_close(written(tokens).logits, expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="takes none of the formats ternary"):
+    with pytest.raises(ValueError, match="does not load the formats ternary"):
         make_plan(loaded.layout, linears, serve="vllm", formats=[module.Ternary()])
 
 
