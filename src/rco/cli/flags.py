@@ -44,11 +44,10 @@ def _flag(whole: str, name: str, value: str | None) -> str:
 def _arguments() -> dict[str, str]:
     """Arguments of all commands by name, and whether each is positional."""
     from rco.pipeline import configs
-    from rco.pipeline.configs import CompareQuantizeConfig
 
     found: dict[str, str] = {}
     public = [getattr(configs, name) for name in configs.__all__]
-    for config in (*filter(dataclasses.is_dataclass, public), CompareQuantizeConfig):
+    for config in filter(dataclasses.is_dataclass, public):
         for field in dataclasses.fields(config):
             missing = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             found[field.name] = "positional" if missing else "flag"

@@ -293,8 +293,9 @@ class Costs:
             return np.asarray(cheapest)
         stays = allowed & np.array([option != REMOVED for option in plan.options])
         kept = np.where(stays, costs, most).min(axis=1)
+        layer_of_group = plan.layer_of_group
         for number, layer in enumerate(plan.sparse_layers):
-            members = np.flatnonzero(plan.layer_of_group == number)
+            members = np.flatnonzero(layer_of_group == number)
             order = members[np.argsort((kept - cheapest)[members], kind="stable")]
             cheapest[order[: layer.top_k]] = kept[order[: layer.top_k]]
         return np.asarray(cheapest)

@@ -28,6 +28,7 @@ from rco.compression.priors import score_table
 from rco.compression.second_order import predicted_losses
 from rco.core.problem import AllocationProblem
 from rco.core.result import SearchResult, StepRecord
+from rco.core.search import MOST_CANDIDATES
 from rco.data.calibration import CalibrationSet, DataSplits
 from rco.pipeline.compare_figures import draw_comparison, draw_divergence
 from rco.pipeline.compare_tables import write_comparison
@@ -229,7 +230,7 @@ class WidthContest(Contest):
 
     def __init__(self, config: CompareQuantizeConfig) -> None:
         self.config: CompareQuantizeConfig = config
-        self.allowance = Allowance.parse(config.allowance, config.default_tokens())
+        self.allowance = Allowance.parse(config.allowance, default_tokens(config))
         super().__init__(config.single(config.budget_list()[0]))
         self.compression.keep_references = True
         for budget in config.budget_list()[1:]:
@@ -367,7 +368,7 @@ class ExpertContest(Contest):
 
     def __init__(self, config: ComparePruneConfig) -> None:
         self.config: ComparePruneConfig = config
-        self.allowance = Allowance(config.tokens or config.default_tokens())
+        self.allowance = Allowance(config.tokens or default_tokens(config))
         super().__init__(config)
         self._prepared: tuple[int, DataSplits, AllocationEvaluator] | None = None
 
@@ -479,6 +480,15 @@ class _Curve:
         if choices is not None:
             self.points[tokens] = choices.copy()
             self._due = [share for share in self._due if share > used]
+
+
+def default_tokens(config: CompareConfig) -> int:
+    """Tokens that RCO forwards with these settings, a backward counted as two."""
+    scored = isinstance(config, ComparePruneConfig) and config.start != "fisher"  # without gradients
+    sensitivity = 0 if scored else config.sensitivity
+    gradients = sensitivity + config.steps * config.samples * config.batch_size
+    forwards = config.selection * (MOST_CANDIDATES + config.refine_passes)
+    return (3 * gradients + forwards) * config.length
 
 
 def make_contest(config: CompareConfig) -> Contest:

@@ -437,17 +437,6 @@ class PruneConfig(CompressConfig):
         return {"experts": self.experts, "parameters": self.parameters, "size": self.size}
 
 
-_MOST_CANDIDATES = 8  # compared at the end of a search
-
-
-def _search_tokens(config: CompressConfig) -> int:
-    scored = isinstance(config, PruneConfig) and config.start != "fisher"  # without gradients
-    sensitivity = 0 if scored else config.sensitivity
-    gradients = sensitivity + config.steps * config.samples * config.batch_size
-    forwards = config.selection * (_MOST_CANDIDATES + config.refine_passes)
-    return (3 * gradients + forwards) * config.length
-
-
 @dataclass(frozen=True, kw_only=True)
 class SearchProcesses:
     """Parallel processes of a comparison."""
@@ -529,10 +518,6 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
             listed.get(step) or f"{Decimal(round(step * 10**4)).scaleb(-4).normalize():f}" for step in steps
         ]
 
-    def default_tokens(self) -> int:
-        """Tokens that RCO forwards with these settings, a backward counted as two."""
-        return _search_tokens(self)
-
     def _budget(self) -> tuple[str, str | None]:
         named = [(kind, text) for kind, text in self.budgets().items() if text is not None]
         if len(named) != 1:
@@ -595,10 +580,6 @@ class ComparePruneConfig(SearchProcesses, PruneConfig):
         panel="Comparison",
         least=1,
     )
-
-    def default_tokens(self) -> int:
-        """Tokens that RCO forwards with these settings, a backward counted as two."""
-        return _search_tokens(self)
 
     def identity(self) -> dict[str, Any]:
         """As for a run; more seeds or methods may be added to a comparison later."""

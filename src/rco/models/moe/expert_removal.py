@@ -178,6 +178,8 @@ def _drop_base(module: Any, mixin: type) -> None:
 def _take(layer: MoELayer, slots: Tensor) -> None:
     """Fill a layer's router and experts from the experts named in ``slots``; -1 is a slot that never wins."""
     before = layer.num_experts
+    if torch.equal(slots, torch.arange(before)):
+        return  # nothing changes: the tensors stay shared
     empty = slots < 0
     for module in (layer.router, layer.experts):
         named = list(module.named_parameters(recurse=False)) + list(module.named_buffers(recurse=False))
