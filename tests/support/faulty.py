@@ -5,7 +5,7 @@ exit code, output and errors. Every case is a forked child, so that the librarie
 nothing else with it. A case has:
 
 * ``argv``: the command's arguments;
-* ``here``: whether to run in this process instead of a child, whose imports and compiled kernels later children have;
+* ``here``: run in this process instead of a child, so that later children have its imports and compiled kernels;
 * ``signal`` and ``at``: the signal to send to itself and the call to do so before, as ``module:Class.method`` and a
   count from 1;
 * ``file_bytes``: the largest size a file may have (RLIMIT_FSIZE), which fails writes as a full disk does;
