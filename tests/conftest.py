@@ -22,9 +22,6 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
-
-torch.set_num_threads(1)
 
 _OPTIONAL = [name for name in ("hypothesis", "highspy") if find_spec(name) is None]
 
@@ -39,6 +36,8 @@ if "hypothesis" not in _OPTIONAL:
 @pytest.fixture(autouse=True)
 def _same_numbers_on_every_run(request: pytest.FixtureRequest) -> None:
     """Seed torch by the test's name: one that draws numbers draws the same ones, whatever ran before it."""
+    import torch  # not at the top: the process that only hands out files of tests does without
+
     torch.manual_seed(zlib.crc32(request.node.name.encode()))
 
 
@@ -71,7 +70,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def refuse_gpu_tests_without_gpu(items: list[pytest.Item]) -> None:
     """Refuse to run GPU tests without a GPU: skipping them all would look like a success."""
     count = sum(item.get_closest_marker("gpu") is not None for item in items)
-    if count and not torch.cuda.is_available():
+    if not count:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
         raise pytest.UsageError(
             f"{count} GPU tests were asked for and torch {torch.__version__} sees no CUDA GPU; run them on a "
             "machine with one (make test-gpu), or leave out -m gpu."

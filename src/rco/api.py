@@ -329,7 +329,7 @@ def compress(
         if given is not None:
             stack.enter_context(_frozen(given.model))
         settled = dataclasses.replace(config, out=folder)
-        outcome = run_job(settled, told, given, checkpoint=config.out is not None)
+        outcome = run_job(settled, told, given, temporary=config.out is None)
         if outcome is None:
             return None
         owner = None if given is None else given.model

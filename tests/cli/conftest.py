@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from undrawn_plots import _undrawn_plots  # noqa: F401 - used in every test
 
 from rco.cli import main
 from rco.testing.tiny_models import save_tiny

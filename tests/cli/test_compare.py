@@ -98,6 +98,7 @@ def test_more_budgets_and_seeds_are_added_in_parallel_processes(run, tmp_path, r
     lines = [{"context": "a b", "choices": [" c", " hh"], "label": k % 2} for k in range(4)]
     tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
     base += ["--methods=rco,uniform,evopress+prior", "--no-curves", "--tasks", tasks]
+    base += [f"--allowance=tokens={LENGTH * 60}", "--method=rtn"]
     sweep = ["--sweep", "--sweep-budgets=3"]
     assert run(*base, "--bits=2.5", "--seeds=1")[0] == 0
     before = entries_of(out)

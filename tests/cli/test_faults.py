@@ -54,7 +54,7 @@ def happen():
 def whole(tmp_path_factory, command, happen):
     """The run of that job that nothing happened to."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    done = happen(argv=[*command, "--out", str(folder)])
+    done = happen(argv=[*command, "--out", str(folder)], here=True)
     assert done["code"] == 0, done["err"]
     return folder
 

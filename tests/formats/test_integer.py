@@ -72,12 +72,14 @@ def test_pack_is_the_layout_of_compressed_tensors_and_unpack_inverts_it(bits: in
 
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("cols", RAGGED)
-def test_portable_unpack_agrees_with_compiled(bits: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_portable_packing_agrees_with_compiled(bits: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = torch.Generator().manual_seed(cols)
     packed = torch.randint(-(2**31), 2**31, (3, packed_words(cols, bits)), dtype=torch.int32, generator=rng)
     compiled = unpack(packed, bits, cols)
+    again = pack(compiled, bits)
     monkeypatch.setattr(integer, "on_compiled_path", lambda tensor: False)
     assert torch.equal(unpack(packed, bits, cols), compiled)
+    assert torch.equal(pack(compiled, bits), again)
 
 
 @given(

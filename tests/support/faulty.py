@@ -5,6 +5,7 @@ exit code, output and errors. Every case is a forked child, so that the librarie
 nothing else with it. A case has:
 
 * ``argv``: the command's arguments;
+* ``here``: run in this process instead of a child, so that later children have its imports and compiled kernels;
 * ``signal`` and ``at``: the signal to send to itself and the call to do so before, as ``module:Class.method`` and a
   count from 1;
 * ``file_bytes``: the largest size a file may have (RLIMIT_FSIZE), which fails writes as a full disk does;
@@ -64,27 +65,44 @@ def run(case, mounted):
         subprocess.run(["mount", "-t", "tmpfs", *again, "tmpfs", case["disk"]], check=True)
         mounted.add(case["disk"])
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = os.fork()
-        if process == 0:
-            code = 70
-            try:
-                code = child(case, out, err)
-            except BaseException:  # noqa: BLE001 - shown like any other that nobody catches
-                sys.excepthook(*sys.exc_info())
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        status = os.waitpid(process, 0)[1]
+        code = alone(case, out, err) if case.get("here") else forked(case, out, err)
         texts = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in (out, err)]
     if "keep" in case:
         shutil.copytree(*case["keep"])
-    return {"code": os.waitstatus_to_exitcode(status), "out": texts[0], "err": texts[1]}
+    return {"code": code, "out": texts[0], "err": texts[1]}
+
+
+def alone(case, out, err):
+    kept = [os.dup(number) for number in (1, 2)]
+    try:
+        return child(case, out, err)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, file in zip((1, 2), kept, strict=True):
+            os.dup2(file, number)
+            os.close(file)
+
+
+def forked(case, out, err):
+    process = os.fork()
+    if process == 0:
+        code = 70
+        try:
+            code = child(case, out, err)
+        except BaseException:  # noqa: BLE001 - shown like any other that nobody catches
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def main():
     warnings.simplefilter("ignore")
     os.environ["TQDM_DISABLE"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of the tokenizer would not be there after a fork
     for module in (
         "rco.cli.app",
         "rco.pipeline.progress",

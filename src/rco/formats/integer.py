@@ -84,6 +84,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
             f"Code {int(codes.max())} does not fit into {bits} bits (largest: {(1 << bits) - 1})."
         )
     rows, cols = codes.shape
+    if on_compiled_path(codes):
+        packed = torch.zeros(rows, packed_words(cols, bits), dtype=torch.int32)
+        source, stream = codes.contiguous().numpy(), packed.view(torch.uint8).numpy()
+        over_rows(rows, cols, lambda a, b: integer_kernels_cpu.pack_rows(source[a:b], bits, stream[a:b]))
+        return packed
     units = -(-cols // 32)
     words = torch.zeros(rows, units, bits, dtype=torch.int32, device=codes.device)
     # Thirty-two codes fill exactly `bits` words; the i-th code of every unit is at the same position in it.

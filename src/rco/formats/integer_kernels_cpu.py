@@ -38,6 +38,7 @@ __all__ = [
     "joined_rows",
     "on_compiled_path",
     "over_rows",
+    "pack_rows",
     "products_compiled",
     "unpack_rows",
 ]
@@ -188,6 +189,24 @@ def unpack_rows(stream: Any, bits: int, codes: Any) -> None:
     """Spread packed rows (uint8 view of the words) over ``codes`` (rows, cols)."""
     for row in range(codes.shape[0]):
         _unpack_row(stream[row], bits, codes.shape[1], codes[row])
+
+
+@numba.njit(nogil=True, cache=True)
+def pack_rows(codes: Any, bits: int, stream: Any) -> None:
+    """Write codes (rows, cols) to zeroed rows (uint8 view of the words); the inverse of :func:`unpack_rows`."""
+    for row in range(codes.shape[0]):
+        source, target = codes[row], stream[row]
+        word, filled, byte = np.uint32(0), 0, 0
+        for col in range(source.shape[0]):
+            word |= np.uint32(source[col]) << np.uint32(filled)
+            filled += bits
+            if filled >= 8:
+                target[byte] = np.uint8(word & np.uint32(255))
+                word >>= np.uint32(8)
+                filled -= 8
+                byte += 1
+        if filled:
+            target[byte] = np.uint8(word)
 
 
 @numba.njit(nogil=True, cache=True)

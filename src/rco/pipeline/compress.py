@@ -48,7 +48,6 @@ class Outcome:
     folder: Path
     result: SearchResult
     metrics: dict[str, Any]
-    report: Path
     checkpoint: Path | None
 
 
@@ -57,7 +56,7 @@ def compress(
     progress: Progress | None = None,
     given: LoadedModel | None = None,
     *,
-    checkpoint: bool = True,
+    temporary: bool = False,
 ) -> Outcome | None:
     """Run the whole job, or its remaining stages with ``config.resume``. None on ranks other than 0.
 
@@ -65,7 +64,7 @@ def compress(
         config: Settings of the job.
         progress: Receives stages and steps.
         given: A model in memory, instead of the one named in ``config``.
-        checkpoint: Whether to write a checkpoint to the run's folder.
+        temporary: Whether the run's folder is about to be removed: no checkpoint and no report are written to it.
     """
     progress = progress or Silent()
     with join(config.rank_timeout) as ranks:
@@ -77,7 +76,7 @@ def compress(
         ranks.require_same("model or data", (planned.loaded.fingerprint, data.search.fingerprint))
         compression.check_store(data.search)
         if ranks.first:
-            return _lead(config, planned, data, progress, checkpoint)
+            return _lead(config, planned, data, progress, temporary)
         tasks: dict[str, Callable[[], object]] = {
             "candidates": lambda: compression.candidates(data.search),
             "sensitivities": lambda: _differences(config, compression, data),
@@ -87,7 +86,7 @@ def compress(
 
 
 def _lead(
-    config: CompressConfig, planned: Planned, data: DataSplits, progress: Progress, checkpoint: bool
+    config: CompressConfig, planned: Planned, data: DataSplits, progress: Progress, temporary: bool
 ) -> Outcome:
     compression, ranks = planned.compression, planned.ranks
     with open_run(config, planned.folder, planned.loaded) as run:
@@ -101,9 +100,11 @@ def _lead(
         if isinstance(config, PruneConfig) and config.by_domain:
             _by_domain(config, planned, data, run, progress)
         ranks.dismiss()
-        written = _export(config, planned, data, result, run, progress) if checkpoint else None
-        report = build_report([run], run.folder / "report.html")
-        return Outcome(planned, run.folder, result, run.metrics, report, written)
+        written = None
+        if not temporary:
+            written = _export(config, planned, data, result, run, progress)
+            build_report([run], run.folder / "report.html")
+        return Outcome(planned, run.folder, result, run.metrics, written)
 
 
 # ------------------------------------------------------------------------ before the search
