@@ -36,7 +36,7 @@ def test_unknown_attributes_say_what_there_is():
 
 QUICK = {
     "sequences": 2, "sensitivity": 2, "selection": 1, "evaluation": 1, "length": 32, "steps": 1, "samples": 1,
-    "refine": 0, "widths": "2,3,4", "method": "rtn", "progress": False,
+    "refine": 0, "widths": "2,3,4", "method": "rtn", "progress": False, "data": "en_prose",
 }  # fmt: skip
 
 

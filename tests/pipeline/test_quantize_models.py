@@ -19,6 +19,7 @@ from rco.testing.tiny_models import save_tiny
 QUICK = [
     "--sequences=4", "--sensitivity=2", "--selection=2", "--evaluation=2", "--length=32", "--steps=2",
     "--samples=2", "--refine=1", "--widths=2,4,8", "--sweeps=1", "--group-size=16", "--quiet",
+    "--data=en_prose",  # the whole mixture takes longer to tokenize than such a model to compress
 ]  # fmt: skip
 SMALL = {"num_hidden_layers": 2, "dtype": torch.float32}
 
