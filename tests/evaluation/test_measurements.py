@@ -10,6 +10,7 @@ from rco.evaluation import (
     EvaluationError,
     ReferenceStates,
     measure_divergence,
+    measure_divergence_and_perplexity,
     measure_perplexity,
     recovery,
 )
@@ -54,6 +55,17 @@ def test_perplexity_is_that_of_the_whole_logits(model_type, batch_size):
     parts = result["domains"].values()
     assert math.fsum(p["nll"] * p["tokens"] for p in parts) / result["tokens"] == pytest.approx(result["nll"])
     assert seen[-1] == (-(-7 // batch_size), -(-7 // batch_size))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_both_at_once_are_each_alone(model_type, batch_size):
+    full, other = (wrap_model(tiny_model(model_type, seed=seed)) for seed in (0, 1))
+    data = dataset()
+    states = ReferenceStates.compute(full, data)
+    divergence, perplexity = measure_divergence_and_perplexity(other, states, data, batch_size=batch_size)
+    assert divergence == measure_divergence(other, states, data, batch_size=batch_size)
+    assert perplexity == measure_perplexity(other, data, batch_size=batch_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,6 +15,7 @@ _EXPORTS = {
     "harness_available": "rco.evaluation.harness",
     "load_task": "rco.evaluation.tasks",
     "measure_divergence": "rco.evaluation.divergence",
+    "measure_divergence_and_perplexity": "rco.evaluation.divergence",
     "measure_perplexity": "rco.evaluation.perplexity",
     "recovery": "rco.evaluation.statistics",
     "run_harness": "rco.evaluation.harness",

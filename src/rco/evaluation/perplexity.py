@@ -13,7 +13,7 @@ from rco.evaluation.statistics import OnBatch, batches, describe_sequences, sequ
 from rco.losses import token_cross_entropy
 from rco.models.loading import LoadedModel
 
-__all__ = ["measure_perplexity"]
+__all__ = ["described_perplexity", "measure_perplexity"]
 
 
 @torch.no_grad()
@@ -47,10 +47,11 @@ def measure_perplexity(
         values = token_cross_entropy(hidden, head, tokens[:, 1:].to(hidden.device), mask.to(hidden.device))
         parts.append(sequence_sums(values, mask))
     counts = data.mask[:, :-1].sum(1)
-    return describe_sequences(torch.cat(parts), counts, data.domains, _describe)
+    return describe_sequences(torch.cat(parts), counts, data.domains, described_perplexity)
 
 
-def _describe(mean: float, error: float | None) -> dict[str, Any]:
+def described_perplexity(mean: float, error: float | None) -> dict[str, Any]:
+    """Perplexity and its standard error, from those of the mean negative log-likelihood."""
     perplexity = math.exp(mean) if mean < 700 else math.inf
     return {
         "perplexity": perplexity,

@@ -9,7 +9,7 @@ that the backward pass only scales.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -27,7 +27,13 @@ from rco.losses.head import (
     project,
 )
 
-__all__ = ["chunked_cross_entropy", "chunked_kl", "token_cross_entropy", "token_kl"]
+__all__ = [
+    "chunked_cross_entropy",
+    "chunked_kl",
+    "token_cross_entropy",
+    "token_kl",
+    "token_kl_and_cross_entropy",
+]
 
 Reduction = Literal["mean", "sum"]
 
@@ -81,6 +87,32 @@ def token_kl(
         student_hidden, student_head, reference_hidden, reference_head, mask, chunk_tokens, top_k
     )
     return _token_values(job, hidden, student_head)
+
+
+def token_kl_and_cross_entropy(
+    student_hidden: Tensor,
+    student_head: Head,
+    reference_hidden: Tensor,
+    reference_head: Head,
+    targets: Tensor,
+    mask: Tensor | None = None,
+    chunk_tokens: int | None = None,
+    top_k: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`token_kl` and :func:`token_cross_entropy` from one projection of the student's hidden states."""
+    job, hidden = _kl_job(
+        student_hidden, student_head, reference_hidden, reference_head, mask, chunk_tokens, top_k
+    )
+    _check_targets(targets, student_hidden, student_head, mask)
+    likelihood = _NegativeLogLikelihood(send(targets.reshape(-1), hidden.device), job.workspace)
+    found: list[Tensor] = []
+
+    def both(logits: Tensor, chunk: _Chunk, gradient: bool) -> tuple[Tensor, Tensor | None]:
+        found.append(likelihood(logits, chunk, False)[0])
+        return job.criterion(logits, chunk, gradient)
+
+    divergence = _token_values(replace(job, criterion=both), hidden, student_head)
+    return divergence, torch.cat(found)
 
 
 def chunked_cross_entropy(
@@ -333,11 +365,18 @@ def _cross_entropy_job(
     hidden: Tensor, head: Head, targets: Tensor, mask: Tensor | None, chunk_tokens: int | None
 ) -> tuple[_Job, Tensor]:
     flat = _at_head(_flatten(hidden, head), head)
+    index, count = _counted(mask, hidden)
+    _check_targets(targets, hidden, head, mask)
+    chunk_tokens, workspace = _prepare(flat, head, _wide(flat, head.weight), count, chunk_tokens)
+    criterion = _NegativeLogLikelihood(send(targets.reshape(-1), flat.device), workspace)
+    return _Job(criterion, workspace, index, count, chunk_tokens), flat
+
+
+def _check_targets(targets: Tensor, hidden: Tensor, head: Head, mask: Tensor | None) -> None:
     if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64:
         raise ValueError(
             f"targets must be int64 of shape {tuple(hidden.shape[:-1])}, got {describe(targets)}."
         )
-    index, count = _counted(mask, hidden)
     counted = targets if mask is None else targets[mask.to(device=targets.device, dtype=torch.bool)]
     low, high = (int(bound) for bound in counted.aminmax())
     if low < 0 or high >= head.vocabulary:
@@ -345,9 +384,6 @@ def _cross_entropy_job(
             f"targets must lie in 0..{head.vocabulary - 1}, got values from {low} to {high}; "
             "mask out positions without a target."
         )
-    chunk_tokens, workspace = _prepare(flat, head, _wide(flat, head.weight), count, chunk_tokens)
-    criterion = _NegativeLogLikelihood(send(targets.reshape(-1), flat.device), workspace)
-    return _Job(criterion, workspace, index, count, chunk_tokens), flat
 
 
 def _prepare(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rco.data.calibration import CalibrationSet, build_calibration
-from rco.evaluation.divergence import measure_divergence
+from rco.evaluation.divergence import measure_divergence_and_perplexity
 from rco.evaluation.harness import check_harness, run_harness
 from rco.evaluation.perplexity import measure_perplexity
 from rco.evaluation.reference_states import ReferenceStates
@@ -63,12 +63,11 @@ def evaluate(
                     "evaluate them one by one."
                 )
             data = mine
-            row = _row(name, loaded, data, config)
-            if config.reference is not None:
-                if name == config.reference:
-                    states = ReferenceStates.compute(loaded, data, batch_size=config.batch_size)
-                elif states is not None:
-                    row["kl"] = measure_divergence(loaded, states, data, batch_size=config.batch_size)
+            if config.reference is not None and name == config.reference:
+                states = ReferenceStates.compute(loaded, data, batch_size=config.batch_size)
+                row = _row(name, loaded, data, config, states, None)
+            else:
+                row = _row(name, loaded, data, config, loaded, states)
         rows.append(row)
         count(position + 1, len(names))
     if config.reference is not None:
@@ -79,11 +78,22 @@ def evaluate(
     return rows
 
 
-def _row(name: str, loaded: LoadedModel, data: CalibrationSet, config: EvaluateConfig) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "model": name,
-        "perplexity": measure_perplexity(loaded, data, batch_size=config.batch_size),
-    }
+def _row(
+    name: str,
+    loaded: LoadedModel,
+    data: CalibrationSet,
+    config: EvaluateConfig,
+    states: LoadedModel | ReferenceStates,
+    reference: ReferenceStates | None,
+) -> dict[str, Any]:
+    """Measurements of one model; ``states`` is the model, or its hidden states if they are known."""
+    row: dict[str, Any] = {"model": name}
+    if reference is None:
+        row["perplexity"] = measure_perplexity(states, data, batch_size=config.batch_size)
+    else:
+        row["kl"], row["perplexity"] = measure_divergence_and_perplexity(
+            states, reference, data, batch_size=config.batch_size
+        )
     if loaded.path is not None and any(loaded.path.glob("*.safetensors")):
         row["bytes"] = checkpoint_size(loaded.path)["bytes"]
     tasks = measure_tasks(loaded, config.tasks, config.limit, config.seed)

@@ -7,7 +7,7 @@ from typing import Any
 from rco.compression.compression import Compression
 from rco.core.problem import Allocation, AllocationProblem
 from rco.data.calibration import CalibrationSet
-from rco.evaluation.divergence import measure_divergence
+from rco.evaluation.divergence import measure_divergence, measure_divergence_and_perplexity
 from rco.evaluation.perplexity import measure_perplexity
 from rco.evaluation.reference_states import ReferenceStates
 from rco.models.precision import computing_in
@@ -58,12 +58,13 @@ class AllocationEvaluator:
         return measure_divergence(states, self.reference, self._data, batch_size=self._batch_size)
 
     def _measure(self, allocation: Allocation | None) -> dict[str, Any]:
-        states = self.reference
         divergence: dict[str, Any] = {"kl": 0.0, "stderr": 0.0, "domains": {}}
-        if allocation is not None:
-            states = self._states(allocation)
-            divergence = self._diverge(states)
-        perplexity = measure_perplexity(states, self._data, batch_size=self._batch_size)
+        if allocation is None:
+            perplexity = measure_perplexity(self.reference, self._data, batch_size=self._batch_size)
+        else:
+            divergence, perplexity = measure_divergence_and_perplexity(
+                self._states(allocation), self.reference, self._data, batch_size=self._batch_size
+            )
         return {
             "kl": divergence["kl"],
             "kl_error": divergence["stderr"],
