@@ -238,10 +238,12 @@ def test_offsets_start_at_the_original_weight_and_round_to_the_stored_codes(symm
     assert torch.equal(made().detach(), stored.dequantize())
     scales = stored.scales.float().repeat_interleave(8, dim=1)[:, :20]
     zeros = 4 if symmetric else stored.zeros.float().repeat_interleave(8, dim=1)[:, :20]
-    inside = made.offsets.detach().abs() < 0.499
-    place = (stored.codes() + made.offsets.detach() - zeros) * scales
-    assert inside.float().mean() > 0.8
-    torch.testing.assert_close(place[inside], weight[inside], rtol=1e-4, atol=1e-5)
+    offsets = made.offsets.detach()
+    assert bool((offsets.abs() < 0.5).all())
+    nearest = (offsets.abs() < 0.499) & ((weight / scales + zeros).round() == stored.codes())
+    place = (stored.codes() + offsets - zeros) * scales
+    assert nearest.float().mean() > 0.8
+    torch.testing.assert_close(place[nearest], weight[nearest], rtol=1e-4, atol=1e-5)
     assert grid.tunable(stored, weight, codes=False).offsets is None
 
 

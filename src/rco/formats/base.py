@@ -274,8 +274,8 @@ class Format(ABC):
 
         Args:
             stored: The weight.
-            original: The weight before it was stored, (out, in), if at hand: codes can start at its place between
-                two values of the grid.
+            original: The weight before it was stored, (out, in), if at hand: codes can start at its fractional part
+                on the grid.
             codes: Whether codes are trained as well; if not, only what is shared by many weights, such as scales.
         """
         return None

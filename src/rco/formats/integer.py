@@ -398,8 +398,8 @@ class TunableGrid(Tunable):
 
     Args:
         weight: The packed weight.
-        original: The weight before it was packed: an offset then starts at the place of the original between two
-            codes, as far as that rounds to the stored code. None: at zero.
+        original: The weight before it was packed: an offset then starts at its fractional part on the grid. None:
+            at zero.
         codes: Whether codes are trained as well.
     """
 
@@ -437,11 +437,14 @@ _NEAREST = 0.499  # largest offset that rounds to the same code in any floating-
 
 
 def _fractions(weight: PackedWeight, original: Tensor) -> Tensor:
-    """Places of the original weights between the codes, as offsets that round to the present ones."""
-    unit = torch.ones_like(weight.scales, dtype=original.dtype)
-    steps = _decode_codes(weight.codes(), unit, weight.zeros, weight.bits, weight.group_size)
+    """Fractional parts of the original weights on the grid, from -1/2 to 1/2: offsets that change no code.
+
+    GPTQ moves some codes away from the nearest one on purpose. They keep the fractional part, since an offset up to
+    the original weight would put all of them at the edge of their code, where the first step undoes GPTQ.
+    """
     scales = _widened(weight.scales.to(original), weight)
-    return torch.where(scales == 0, 0.0, original / scales - steps).clamp_(-_NEAREST, _NEAREST)
+    places = torch.where(scales == 0, 0.0, original / scales)
+    return (places - places.round()).clamp_(-_NEAREST, _NEAREST)
 
 
 def _widened(values: Tensor, weight: PackedWeight) -> Tensor:
