@@ -16,7 +16,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 # Less text and fewer steps than the defaults, so that it ends in a few minutes on two slow cores. Threads that wait
 # for work sleep instead of spinning, which takes a fifth less core-time on a busy machine.
 demo: setup
-	OMP_WAIT_POLICY=passive $(BIN)/rco quantize tiny-llama --bits 2.5 --sequences 64 --evaluation 16 --steps 16 --refine 12 --resume
+	OMP_WAIT_POLICY=passive $(BIN)/rco quantize tiny-llama --bits 2.5 --sequences 64 --evaluation 16 --steps 16 --refine 9 \
+		--tune scales --tune-tokens 4608 --resume
 
 # Files of tests are spread over the cores; a file stays on one, so that what its tests share is made once.
 test: setup

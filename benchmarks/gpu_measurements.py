@@ -182,7 +182,8 @@ def jobs(out):
     """The command line on built-in models, timed."""
     gpu, folder = ["--device", "cuda", "--json"], tempfile.mkdtemp()
     return commands({
-        "quantize": ["quantize", "tiny-llama", "--bits", "2.5", "--format", "dense", *gpu, "--out", f"{folder}/q"],
+        "quantize": ["quantize", "tiny-llama", "--bits", "2.5", "--format", "dense", *gpu, "--tune", "off",
+                     "--out", f"{folder}/q"],
         "prune": ["prune", "tiny-moe", "--experts", "0.25", *gpu, "--out", f"{folder}/p"],
         "evaluate": ["evaluate", f"{folder}/q", "--reference", "tiny-llama", *gpu],
     })  # fmt: skip
@@ -203,7 +204,7 @@ def whole(out, shape="qwen3-8b", layers=12, device="cuda", length=2048):
         "quantize": [
             "quantize", str(folder / "model"), "--bits", "4", "--device", device, "--length", str(length),
             "--sequences", "32", "--sensitivity", "8", "--selection", "4", "--evaluation", "4", "--steps", "4",
-            "--refine", "8", "--json", "--out", str(folder / "run"),
+            "--refine", "8", "--tune", "off", "--json", "--out", str(folder / "run"),
         ],
     })  # fmt: skip
     stored = sum(file.stat().st_size for file in (folder / "run").rglob("*") if file.is_file())

@@ -30,6 +30,7 @@ SETTINGS = {
     "--samples": 3,
     "--refine": 10,
     "--sweeps": 2,
+    "--tune": "off",
 }
 
 

@@ -26,8 +26,9 @@ PRUNING_DATA = "--sequences 64 --length 2048 --batch-size 4 --top-k 20"
 PRUNING_RCO = (
     "--searcher rco-plain --samples 4 --antithetic --lr 0.1 --tau 1.0 0.05 --gates scale --prior reap"
 )
-# Candidates as that code makes them: GPTQ on asymmetric grids from the minimum to the maximum of 128 weights.
-CANDIDATES = "--widths 2,3,4,5,6,7,8 --group-size 128 --no-symmetric --clip minmax --sweeps 0"
+# Candidates as that code makes them: GPTQ on asymmetric grids from the minimum to the maximum of 128 weights, and
+# no training after the choice.
+CANDIDATES = "--widths 2,3,4,5,6,7,8 --group-size 128 --no-symmetric --clip minmax --sweeps 0 --tune off"
 # Widths as that code searches for them: Algorithm 1 from -log of the weight error.
 QUANTIZATION_RCO = "--searcher rco-plain --prior weight-error --lr 0.1 --tau 1.0 0.01"
 # Both run programs that the model writes: use a sandbox, and allow it with HF_ALLOW_CODE_EVAL=1.

@@ -34,6 +34,7 @@ from rco.pipeline.configs import (
     Prior,
     PruneConfig,
     QuantizeConfig,
+    Tune,
 )
 from rco.pipeline.evaluate import evaluate as measure_models
 from rco.pipeline.progress import Progress, ProgressEvent, follow
@@ -133,6 +134,8 @@ def quantize(
     top_k: int = QuantizeConfig.top_k,
     prior: Prior | None = QuantizeConfig.prior,
     prior_strength: float | None = QuantizeConfig.prior_strength,
+    tune: Tune = QuantizeConfig.tune,
+    tune_tokens: int | None = QuantizeConfig.tune_tokens,
     seed: int = QuantizeConfig.seed,
     device: str = QuantizeConfig.device,
     dtype: str = QuantizeConfig.dtype,

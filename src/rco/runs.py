@@ -199,6 +199,12 @@ class RunDirectory:
         self._write("metrics.json", metrics)
         return metrics
 
+    def drop_metrics(self, *names: str) -> None:
+        """Remove measurements that no longer hold."""
+        self._write(
+            "metrics.json", {name: value for name, value in self.metrics.items() if name not in names}
+        )
+
     # --- history ---
 
     def append_history(self, record: StepRecord | Mapping[str, Any]) -> None:

@@ -10,7 +10,8 @@ from rco.cli import main
 
 QUICK = [
     "--sequences", "4", "--sensitivity", "2", "--selection", "2", "--evaluation", "2", "--length", "64",
-    "--steps", "3", "--samples", "2", "--refine", "2", "--widths", "2,3,8", "--sweeps", "0", "--quiet",
+    "--steps", "3", "--samples", "2", "--refine", "2", "--widths", "2,3,8", "--sweeps", "0", "--tune", "off",
+    "--quiet",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from rco.cli.prune_command import prune
 from rco.cli.quantize_command import quantize
 from rco.cli.report_command import report
 from rco.cli.solve_command import solve
+from rco.cli.tune_command import tune
 
 __all__ = ["app"]
 
@@ -48,6 +49,7 @@ def options(
 app.command()(quantize)
 app.command()(prune)
 app.command()(evaluate)
+app.command()(tune)
 app.command()(export)
 app.command()(report)
 app.command()(solve)

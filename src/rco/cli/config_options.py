@@ -17,7 +17,7 @@ from rco.cli.flags import as_flags, flag_of
 
 __all__ = ["Switches", "command_from_config", "taken_device"]
 
-_PANELS = ("Budget", "Output", "Candidates", "Experts", "Data", "Search", "Comparison", "Machine")
+_PANELS = ("Budget", "Output", "Candidates", "Experts", "Data", "Search", "Tuning", "Comparison", "Machine")
 
 
 @dataclasses.dataclass(frozen=True)

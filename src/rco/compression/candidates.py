@@ -44,6 +44,8 @@ __all__ = [
     "quantize_experts",
     "quantize_matrix",
     "recorded",
+    "replace_candidates",
+    "tuned_candidates",
 ]
 
 logger = logging.getLogger(__name__)
@@ -400,6 +402,44 @@ def packed_candidate(packed: Mapping[str, Mapping[str, Stored]], info: LinearInf
     parts = 1 if info.projection == "down" else 2
     start = (info.expert * parts + info.part) * info.out_features
     return packed[info.stored_in][label].rows(start, start + info.out_features)
+
+
+def tuned_candidates(
+    plan: CompressionPlan,
+    packed: Mapping[str, Mapping[str, Stored]],
+    choices: Mapping[str, Format],
+    weights: Mapping[str, Stored],
+) -> dict[str, dict[str, Stored]]:
+    """Candidates with tuned weights in place of the chosen ones; stacks of experts are copied.
+
+    Args:
+        plan: Groups and options.
+        packed: The untuned candidates.
+        choices: Options by linear.
+        weights: Tuned weights by linear, in the formats of their options.
+    """
+    found: dict[str, dict[str, Stored]] = {}
+    for info in plan.linears:
+        if info.name not in weights:
+            continue
+        name, label = candidate_name(info), plan.label(choices[info.name])
+        before, new = packed[name][label], weights[info.name].to(packed[name][label].device)
+        if not isinstance(info, ExpertLinear):
+            found.setdefault(name, {})[label] = new
+            continue
+        if label not in found.setdefault(name, {}):
+            found[name][label] = before.clone()
+        place = packed_candidate(found, info, label)  # a view
+        for part, tensor in place.tensors.items():
+            tensor.copy_(new.tensors[part])
+    return found
+
+
+def replace_candidates(
+    packed: Mapping[str, Mapping[str, Stored]], others: Mapping[str, Mapping[str, Stored]]
+) -> dict[str, dict[str, Stored]]:
+    """Candidates with some replaced by others."""
+    return {name: {**options, **others.get(name, {})} for name, options in packed.items()}
 
 
 def recorded(

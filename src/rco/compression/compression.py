@@ -26,6 +26,8 @@ from rco.compression.candidates import (
     build_candidates,
     candidate_identity,
     candidate_name,
+    replace_candidates,
+    tuned_candidates,
 )
 from rco.compression.costs import Costs, Count, Visits, routing_visits
 from rco.compression.cuda_graphs import Recording
@@ -138,6 +140,7 @@ class Compression:
         self.memory: Residency = memory if loaded.device.type == "cuda" else "resident"
         self.store: CandidateStore | None = None
         self._packed: Mapping[str, Mapping[str, Stored]] | None = None
+        self._tuned: Mapping[str, Mapping[str, Stored]] = {}
         self._second_order: SecondOrder | None = None
         self._scores: dict[str, list[Tensor]] | None = None
         self.keep_references = False  # for callers that open the objective more than once on the same text
@@ -270,13 +273,32 @@ class Compression:
             for info in self.plan.linears:
                 home = info.weight.device if self.memory == "resident" else torch.device("cpu")
                 places[candidate_name(info)] = home
-            loaded = store.load_all(places)
+            loaded = replace_candidates(store.load_all(places), self._tuned)
             if self.memory == "offload":
                 for members in self.plan.fetched_together:
                     names = dict.fromkeys(candidate_name(info) for info in members)
                     loaded |= pinned_together({name: loaded[name] for name in names})
             self._packed = loaded
         return self._packed
+
+    def tuned(self, allocation: Allocation, weights: Mapping[str, Stored]) -> Compression:
+        """The same compression, with tuned candidates in place of those that an allocation takes.
+
+        ``weights`` are by the names of :meth:`deployed`. Other allocations would mix tuned candidates with others,
+        so only this allocation is meant to be applied, measured and exported.
+        """
+        choices, untuned = self.choice_of(allocation), self.packed()
+        named = {
+            info.name: weights[name]
+            for name, info in self.written_names(allocation).items()
+            if name in weights
+        }
+        other = copy.copy(self)
+        other._tuned = tuned_candidates(self.plan, untuned, choices, named)
+        other._packed = None
+        if self.memory != "offload":  # the other candidates are shared
+            other._packed = replace_candidates(untuned, other._tuned)
+        return other
 
     def forget_candidates(self) -> None:
         """Free the memory of all candidates; they are reloaded from the store when needed."""

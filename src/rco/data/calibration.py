@@ -99,6 +99,11 @@ class CalibrationSet:
             for name in dict.fromkeys(self.domains)
         }
 
+    def without(self, other: CalibrationSet) -> CalibrationSet:
+        """The set of the sequences that another set does not hold."""
+        held = {row.tobytes() for row in other.tokens.numpy()}
+        return self.select([i for i, row in enumerate(self.tokens.numpy()) if row.tobytes() not in held])
+
     def batches(self, size: int) -> Iterator[CalibrationSet]:
         """The set in pieces of at most ``size`` sequences."""
         if size < 1:
@@ -124,6 +129,7 @@ def build_calibration(
     length: int,
     seed: int = 0,
     part: Part = "calibration",
+    at_most: bool = False,
 ) -> CalibrationSet:
     """Make a set of token sequences.
 
@@ -134,13 +140,14 @@ def build_calibration(
         length: Tokens per sequence, a begin-of-text token included where the tokenizer sets one.
         seed: Picks the sequences and their order.
         part: ``"calibration"``, ``"evaluation"``, or ``"all"`` of each source.
+        at_most: Take all sequences of a source that has fewer than its share, instead of refusing.
 
     Raises:
         DataError: The data cannot be read, or holds too little.
     """
     if part not in ("calibration", "evaluation", "all"):
         raise DataError(f"part must be calibration, evaluation or all, got {part!r}.")
-    return _build(resolve_source(spec), tokenizer, samples, length, seed, part, lambda source: part)
+    return _build(resolve_source(spec), tokenizer, samples, length, seed, part, lambda source: part, at_most)
 
 
 def splits(data: CalibrationSet, *, search: int, selection: int) -> tuple[CalibrationSet, CalibrationSet]:
@@ -219,6 +226,7 @@ def _build(
     seed: int,
     part: Part,
     part_of: Callable[[Source], Part],
+    at_most: bool = False,
 ) -> CalibrationSet:
     if tokenizer is None:
         raise DataError(
@@ -238,6 +246,8 @@ def _build(
         if wanted == 0:
             continue
         found = _windows(source, part_of(source), tokenizer, prefix, length, wanted, seed)
+        if at_most and wanted is not None:
+            wanted = min(wanted, max(1, len(found.tokens)))
         _check_enough(source, part_of(source), found, wanted, length)
         rows = _pick(found, wanted, source, seed)
         tokens.append(found.tokens[rows])

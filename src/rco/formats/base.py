@@ -96,6 +96,10 @@ class Stored:
         """A copy that shares no memory."""
         return self.over({name: tensor.clone() for name, tensor in self.tensors.items()})
 
+    def codes(self) -> Tensor | None:
+        """The codes, integers (out, in); None for a format without codes."""
+        return None
+
     def rows(self, start: int, stop: int) -> Self:
         """Some rows, sharing memory: one matrix of several that were stacked."""
         return cast(Self, self.format.rows(self, start, stop))
@@ -132,7 +136,8 @@ class Stored:
 class Tunable(nn.Module, ABC):
     """A stored weight as a differentiable function of its trainable parts; ``forward()`` is the decoded matrix.
 
-    ``format.decode(tunable.stored(), dtype)`` equals ``forward()`` bit for bit at any value of the parameters.
+    ``format.decode(tunable.stored(), dtype)`` equals ``forward()`` bit for bit at any value of the parameters; a
+    tunable that relaxes its grid while it is trained does so in training mode alone.
 
     Attributes:
         spacing: Parameter name -> change that moves the stored value by one step of its grid, where the gradient is
@@ -148,6 +153,14 @@ class Tunable(nn.Module, ABC):
     @abstractmethod
     def stored(self) -> Stored:
         """The stored weight of the present parameters."""
+
+    def anneal(self, progress: float) -> bool:
+        """Adapt to the finished share of the training, from 0 to 1; called before every step.
+
+        Returns:
+            Whether the decoded matrix changed.
+        """
+        return False
 
 
 class Encoded(NamedTuple):
@@ -252,8 +265,19 @@ class Format(ABC):
         """
         return dense_products(gradient, self.decode(stored, stored.dtype), segments)
 
-    def tunable(self, stored: Stored) -> Tunable | None:
-        """The weight with its trainable parts; None if it has none."""
+    def tunable(
+        self, stored: Stored, original: Tensor | None = None, *, codes: bool = True
+    ) -> Tunable | None:
+        """The weight with its trainable parts; None if it has none.
+
+        Untrained, it decodes to the stored weight bit for bit.
+
+        Args:
+            stored: The weight.
+            original: The weight before it was stored, (out, in), if at hand: codes can start at its fractional part
+                on the grid.
+            codes: Whether codes are trained as well; if not, only what is shared by many weights, such as scales.
+        """
         return None
 
     @property

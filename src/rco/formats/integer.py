@@ -272,9 +272,9 @@ class IntegerGrid(Format):
 
         return inner_products(gradient, [packed_weight(stored)], segments).view(segments)
 
-    def tunable(self, stored: Stored) -> TunableGrid:
-        """The weight with trainable scales and offsets of the codes."""
-        return TunableGrid(packed_weight(stored))
+    def tunable(self, stored: Stored, original: Tensor | None = None, *, codes: bool = True) -> TunableGrid:
+        """The weight with trainable scales and, with ``codes``, offsets of the codes."""
+        return TunableGrid(packed_weight(stored), original, codes=codes)
 
 
 class PackedWeight(Stored):
@@ -392,19 +392,31 @@ def _decode_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int
 class TunableGrid(Tunable):
     """A packed weight whose scales and codes may be trained; zero points stay.
 
-    Scales are trained at full precision and rounded to their stored type; codes by an offset in units of a code,
-    rounded to a whole number. Gradients pass through both roundings, and are zero where a code leaves its range.
+    Scales are trained at full precision and rounded to their stored type; a positive one never becomes negative.
+    Codes are trained by an offset in units of a code, rounded to a whole number. Gradients pass through both
+    roundings, and are zero where a code leaves its range.
+
+    Args:
+        weight: The packed weight.
+        original: The weight before it was packed: an offset then starts at its fractional part on the grid. None:
+            at zero.
+        codes: Whether codes are trained as well.
     """
 
     spacing: ClassVar[Mapping[str, float]] = {"offsets": 1.0}
 
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: PackedWeight, original: Tensor | None = None, *, codes: bool = True) -> None:
         super().__init__()
         exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
         self._weight = weight
         self.scales = nn.Parameter(weight.scales.detach().to(exact).clone())
-        self.offsets = nn.Parameter(torch.zeros(weight.shape, dtype=exact, device=weight.device))
         self.register_buffer("codes", weight.codes(), persistent=False)
+        self.offsets: nn.Parameter | None = None
+        if codes:
+            start = torch.zeros(weight.shape, dtype=exact, device=weight.device)
+            if original is not None:
+                start = _fractions(weight, original.to(start))
+            self.offsets = nn.Parameter(start)
 
     def forward(self) -> Tensor:
         """The decoded matrix in the type of the stored scales."""
@@ -415,38 +427,66 @@ class TunableGrid(Tunable):
         """The packed weight of the present scales and codes."""
         weight, codes = self._weight, self.codes
         assert isinstance(codes, Tensor)
-        moved = _moved_codes(codes, self.offsets.detach(), weight.bits)
-        parts = {"packed": pack(moved, weight.bits), "scales": self.scales.detach().to(weight.dtype)}
+        offsets = None if self.offsets is None else self.offsets.detach()
+        moved = _moved_codes(codes, offsets, weight.bits)
+        parts = {"packed": pack(moved, weight.bits), "scales": _stored_scales(self.scales.detach(), weight)}
         return weight.over(parts if weight.zeros is None else {**parts, "zeros": weight.zeros})
 
 
-def _moved_codes(codes: Tensor, offsets: Tensor, bits: int) -> Tensor:
-    return torch.round(codes + offsets).clamp(0, (1 << bits) - 1).to(torch.uint8)
+_NEAREST = 0.499  # largest offset that rounds to the same code in any floating-point type
+
+
+def _fractions(weight: PackedWeight, original: Tensor) -> Tensor:
+    """Fractional parts of the original weights on the grid, from -1/2 to 1/2: offsets that change no code.
+
+    GPTQ moves some codes away from the nearest one on purpose. They keep the fractional part, since an offset up to
+    the original weight would put all of them at the edge of their code, where the first step undoes GPTQ.
+    """
+    scales = _widened(weight.scales.to(original), weight)
+    places = torch.where(scales == 0, 0.0, original / scales)
+    return (places - places.round()).clamp_(-_NEAREST, _NEAREST)
+
+
+def _widened(values: Tensor, weight: PackedWeight) -> Tensor:
+    """(out, groups) values repeated for every column, (out, in)."""
+    return values.repeat_interleave(weight.group_size, dim=1)[:, : weight.shape[1]]
+
+
+def _moved_codes(codes: Tensor, offsets: Tensor | None, bits: int) -> Tensor:
+    if offsets is None:
+        return codes
+    # Wide enough for a sum that offsets of 16 bits would round.
+    raw = codes + offsets.to(torch.promote_types(offsets.dtype, torch.float32))
+    return torch.round(raw).clamp_(0, (1 << bits) - 1).to(torch.uint8)
+
+
+def _stored_scales(scales: Tensor, weight: PackedWeight) -> Tensor:
+    """Scales in their stored type, without a change of sign."""
+    return torch.where(weight.scales < 0, scales, scales.clamp(min=0)).to(weight.dtype)
 
 
 class _TunedGrid(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scales: Tensor, offsets: Tensor, codes: Tensor, weight: PackedWeight) -> Tensor:
-        moved, stored = _moved_codes(codes, offsets, weight.bits), scales.to(weight.dtype)
+    def forward(
+        ctx: Any, scales: Tensor, offsets: Tensor | None, codes: Tensor, weight: PackedWeight
+    ) -> Tensor:
+        moved, stored = _moved_codes(codes, offsets, weight.bits), _stored_scales(scales, weight)
         ctx.weight = weight
-        ctx.save_for_backward(offsets, codes, moved, stored)
+        ctx.save_for_backward(scales, offsets, codes, moved, stored)
         return _decode_codes(moved, stored, weight.zeros, weight.bits, weight.group_size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        offsets, codes, moved, stored = ctx.saved_tensors
-        weight, exact = ctx.weight, offsets.dtype
+        scales, offsets, codes, moved, stored = ctx.saved_tensors
+        weight, exact = ctx.weight, scales.dtype
         columns, group = weight.shape[1], weight.group_size
-        unit = torch.ones_like(stored, dtype=exact)
-        steps = _decode_codes(moved, unit, weight.zeros, weight.bits, group)
-        shares = torch.nn.functional.pad(gradient.to(exact) * steps, (0, stored.shape[1] * group - columns))
-        wide = stored.to(exact).repeat_interleave(group, dim=1)[:, :columns]
-        raw = codes + offsets
+        gradient = gradient.to(exact)
+        steps = _decode_codes(moved, torch.ones_like(scales), weight.zeros, weight.bits, group)
+        shares = torch.nn.functional.pad(gradient * steps, (0, stored.shape[1] * group - columns))
+        of_scales = shares.view(*stored.shape, group).sum(dim=2)
+        if offsets is None:
+            return of_scales, None, None, None
+        raw = codes + offsets.to(exact)
         inside = (raw >= -0.5) & (raw <= (1 << weight.bits) - 0.5)
-        return (
-            shares.view(*stored.shape, group).sum(dim=2),
-            torch.where(inside, gradient.to(exact) * wide, 0.0),
-            None,
-            None,
-        )
+        return of_scales, torch.where(inside, gradient * _widened(stored.to(exact), weight), 0.0), None, None

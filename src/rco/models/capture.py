@@ -121,6 +121,30 @@ class BlockInputs:
             result = module(self.hidden[rows].to(device), *call.args, **call.kwargs)
             yield rows, result[0] if isinstance(result, tuple) else result
 
+    def output(self, hidden: Tensor) -> Tensor:
+        """The next block's output for the hidden states of some sequences, with gradients if they are enabled.
+
+        ``hidden`` has as many sequences as a whole batch of :meth:`capture`, or as its last one.
+        """
+        calls = next(
+            (each for each, size in zip(self._calls, self._sizes, strict=True) if size == len(hidden)), None
+        )
+        if calls is None:
+            raise ValueError(
+                f"Blocks were captured for batches of {sorted(set(self._sizes))} sequences, got {len(hidden)}."
+            )
+        call = calls[self.position]
+        result = self._blocks[self.position](hidden, *call.args, **call.kwargs)
+        output: Tensor = result[0] if isinstance(result, tuple) else result
+        return output
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Sequences of every batch."""
+        return [
+            min(self._batch, len(self.hidden) - start) for start in range(0, len(self.hidden), self._batch)
+        ]
+
     def observe(self, block: nn.Module | None = None) -> None:
         """Run the next block and drop the outputs, for hooks inside the block."""
         for _ in self.outputs(block):

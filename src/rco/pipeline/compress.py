@@ -1,4 +1,4 @@
-"""From a model and a budget to a checkpoint: plan, candidates, sensitivities, search, evaluation, export, report.
+"""From a model and a budget to a checkpoint: plan, candidates, sensitivities, search, tuning, evaluation, export.
 
 Every stage writes its result to the run's folder and is skipped if the result exists, so an interrupted run
 continues where it stopped and ends with the same result.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,11 @@ from rco.pipeline.planning import Planned, build_data, export_format, open_run, 
 from rco.pipeline.progress import Progress, Silent
 from rco.pipeline.reference_allocations import reference_allocations
 from rco.pipeline.searchers import configured_searcher, impq_pair
+from rco.pipeline.tune_stage import load_tuned, tune_stage
 from rco.report import build_report
 from rco.runs import RunDirectory, RunError
 
-__all__ = ["Outcome", "compress", "method_label"]
+__all__ = ["Outcome", "compress", "evaluate_result", "method_label", "write_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -95,16 +96,18 @@ def _lead(
         known = _measure_options(config, planned, data, run, progress)
         result = _search(config, planned, data, run, progress, known)
         run.update_metrics(describe(config, planned, result, run.metrics))
+        with _timed(run, "tuning") if "tuning" not in run.metrics else nullcontext():
+            final = tune_stage(config, planned, data, result.allocation, run, progress)
         references = reference_allocations(compression, planned.problem, result, progress)
-        _evaluate(planned, data, references, result, run, progress)
+        evaluate_result(planned, final, data, references, result, run, progress)
         if isinstance(config, PruneConfig) and config.by_domain:
             _by_domain(config, planned, data, run, progress)
         ranks.dismiss()
         written = None
         if not temporary:
-            written = _export(config, planned, data, result, run, progress)
+            written = write_checkpoint(config, final, data, result, run, progress)
             build_report([run], run.folder / "report.html")
-        return Outcome(planned, run.folder, result, run.metrics, written)
+        return Outcome(final, run.folder, result, run.metrics, written)
 
 
 # ------------------------------------------------------------------------ before the search
@@ -314,8 +317,12 @@ def _assist(
         with planned.compression.objective(own.search, own.selection) as objective:
             serve(objective, planned.ranks)
 
-    def evaluate(listed: Sequence[tuple[str, Allocation | None]]) -> None:
-        for _ in _measured(planned, data, listed):
+    def evaluate(listed: Sequence[Listed]) -> None:
+        tuned = planned.compression
+        for _, allocation, with_tuned in listed:
+            if with_tuned and allocation is not None:
+                tuned = load_tuned(planned.folder, planned.compression, allocation)
+        for _ in _measured(planned, data, listed, tuned):
             pass
 
     planned.ranks.follow({"search": search, "evaluation": evaluate, **tasks})
@@ -324,30 +331,48 @@ def _assist(
 # ------------------------------------------------------------------------ after the search
 
 
-def _evaluate(
+def evaluate_result(
     planned: Planned,
+    final: Planned,
     data: DataSplits,
     references: Sequence[tuple[str, Allocation | None]],
     result: SearchResult,
     run: RunDirectory,
     progress: Progress,
 ) -> None:
-    """Measure named allocations (None is the full model) and the result; each row is written once measured."""
-    rows = list(run.metrics.get("evaluation", []))
+    """Measure named allocations (None is the full model) and the result; each row is written once measured.
+
+    Args:
+        planned: The compression with untuned candidates.
+        final: The one with tuned weights for the result; the same if they were not tuned.
+        data: Text of the run.
+        references: Allocations for comparison.
+        result: The result of the search.
+        run: The run, whose metrics get the rows.
+        progress: Receives the count of rows.
+    """
+    label, tuned = method_label(result), final.compression is not planned.compression
+    rows = [{**row, "chosen": row["name"] == label} for row in run.metrics.get("evaluation", [])]
     done = {row["name"] for row in rows}
-    listed = [*references, (method_label(result), result.allocation)]
+    listed: list[Listed] = [(name, allocation, False) for name, allocation in references]
+    if tuned:
+        listed.append((f"{label}, not tuned", result.allocation, False))
+    listed.append((label, result.allocation, tuned))
     missing = [entry for entry in listed if entry[0] not in done]
     count = progress.stage("evaluation")
     planned.ranks.call("evaluation", missing)
     with _timed(run, "evaluation"):
-        for found in _measured(planned, data, missing):
-            rows += [{**row, "chosen": row["name"] == method_label(result)} for row in found]
+        for found in _measured(planned, data, missing, final.compression):
+            rows += [{**row, "chosen": row["name"] == label} for row in found]
             run.update_metrics({"evaluation": rows})
             count(len(rows), len(listed))
 
 
+Listed = tuple[str, Allocation | None, bool]  # name, allocation, whether with tuned weights
+
+
 def _measured(
-    planned: Planned, data: DataSplits, listed: Sequence[tuple[str, Allocation | None]]
+    planned: Planned, data: DataSplits, listed: Sequence[Listed], tuned: Compression
 ) -> Iterator[list[dict[str, Any]]]:
     """Rows of the comparison in their order, as many at a time as there are ranks."""
     evaluator = AllocationEvaluator(planned.compression, data.evaluation)
@@ -356,7 +381,10 @@ def _measured(
         part = listed[start : start + ranks.count]
 
         def share(mine: Sequence[int], part: Sequence[Any] = part) -> list[dict[str, Any]]:
-            return [evaluator.row(part[item][0], part[item][1], planned.problem) for item in mine]
+            return [
+                evaluator.row(part[item][0], part[item][1], planned.problem, tuned if part[item][2] else None)
+                for item in mine
+            ]
 
         yield ranks.map(share, len(part))
 
@@ -387,7 +415,7 @@ def _by_domain(
     compression.set_scores(before)
 
 
-def _export(
+def write_checkpoint(
     config: CompressConfig,
     planned: Planned,
     data: DataSplits,
@@ -395,6 +423,7 @@ def _export(
     run: RunDirectory,
     progress: Progress,
 ) -> Path | None:
+    """Write the run's checkpoint unless it is there; None if the run has none."""
     format, target = export_format(config), run.folder / "model"
     if format == "none":
         return None

@@ -26,11 +26,14 @@ __all__ = [
     "PruneConfig",
     "QuantizeConfig",
     "SearchProcesses",
+    "Tune",
+    "TuneConfig",
 ]
 
 Prior = Literal["fisher", "output-error", "weight-error", "uniform"]
 ExpertPrior = Literal["fisher", "reap", "frequency", "mass", "none"]
 Compute = Literal["auto", "float32", "bfloat16"]
+Tune = Literal["auto", "off", "scales", "blocks", "full"]
 _COMPUTE_HELP = "Type of the arithmetic; auto: float32 on a CPU, the checkpoint's elsewhere."
 _GROUP_SIZE = 64
 PLAIN = "rco-plain"  # Algorithm 1 as printed, see rco.core.search
@@ -287,6 +290,20 @@ class QuantizeConfig(CompressConfig):
         least=0,
     )
 
+    tune: Tune = setting(
+        "auto",
+        help="Train the chosen codes and scales on the loss of the search, at the same size: full (end to end), "
+        "blocks (block by block, then scales end to end; least memory), scales (alone), off; auto: the best "
+        "that fits memory.",
+        panel="Tuning",
+    )
+    tune_tokens: int | None = setting(
+        None,
+        help="Tokens to tune on; default 1048576 on a GPU, elsewhere as many as take half the time of the search.",
+        panel="Tuning",
+        least=1,
+    )
+
     memory: Literal["auto", "resident", "offload"] = setting(
         "auto",
         help="Where candidates are kept: resident on the GPU, offload in host memory, auto by free memory.",
@@ -360,6 +377,24 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """Settings of tuning a finished run; the flags of ``rco tune``."""
+
+    run: Path = setting(help="Folder of a finished run of `rco quantize`.")
+    tune: Tune = setting("auto", help=QuantizeConfig.__dataclass_fields__["tune"].metadata["help"])
+    tune_tokens: int | None = setting(
+        None, help=QuantizeConfig.__dataclass_fields__["tune_tokens"].metadata["help"], least=1
+    )
+    resume: bool = setting(False, help="Continue an interrupted tuning with the same settings.")
+    device: str = device_setting()
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.tune == "off":
+            raise ValueError("`tune='off'` leaves nothing to do: take auto, scales, blocks or full.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -496,6 +531,10 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
                 f"In a comparison a method's name includes its initial logits, such as rco-plain+weight-error or "
                 f"evopress+prior: leave out `prior`, got {self.prior}."
             )
+        if self.tune not in ("auto", "off") or self.tune_tokens is not None:
+            raise ValueError(
+                "A comparison measures allocations before tuning: leave out `tune` and `tune_tokens`."
+            )
 
     def budget_list(self) -> list[str]:
         """The budgets as typed."""
@@ -528,7 +567,7 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
 
     def single(self, budget: str) -> QuantizeConfig:
         """The same settings with one budget and no checkpoint, so that export rules do not apply."""
-        named: dict[str, Any] = {self._budget()[0]: budget, "format": "none"}
+        named: dict[str, Any] = {self._budget()[0]: budget, "format": "none", "tune": "off"}
         return dataclasses.replace(self, **named)
 
     def folder(self) -> Path:

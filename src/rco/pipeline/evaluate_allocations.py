@@ -21,7 +21,7 @@ class AllocationEvaluator:
     def __init__(self, compression: Compression, data: CalibrationSet, batch_size: int = 4) -> None:
         self._compression, self._data, self._batch_size = compression, data, batch_size
         self._reference: ReferenceStates | None = None
-        self._measured: dict[tuple[int, ...] | None, dict[str, Any]] = {}
+        self._measured: dict[Any, dict[str, Any]] = {}
 
     @property
     def reference(self) -> ReferenceStates:
@@ -33,11 +33,17 @@ class AllocationEvaluator:
                 )
         return self._reference
 
-    def row(self, name: str, allocation: Allocation | None, problem: AllocationProblem) -> dict[str, Any]:
-        """Row of the comparison; None is the full model."""
-        key = None if allocation is None else tuple(allocation)
+    def row(
+        self,
+        name: str,
+        allocation: Allocation | None,
+        problem: AllocationProblem,
+        tuned: Compression | None = None,
+    ) -> dict[str, Any]:
+        """Row of the comparison; None is the full model. ``tuned`` has tuned weights for the allocation."""
+        key = None if allocation is None else (tuple(allocation), tuned is not None)
         if key not in self._measured:  # several methods may find the same allocation
-            self._measured[key] = self._measure(allocation)
+            self._measured[key] = self._measure(allocation, tuned or self._compression)
         return {
             "name": name,
             **self._compression.amounts(allocation),
@@ -47,23 +53,25 @@ class AllocationEvaluator:
 
     def divergence(self, allocation: Allocation) -> float:
         """The KL to the full model alone."""
-        known = self._measured.get(tuple(allocation))
-        return float(known["kl"] if known is not None else self._diverge(self._states(allocation))["kl"])
+        known = self._measured.get((tuple(allocation), False))
+        if known is not None:
+            return float(known["kl"])
+        return float(self._diverge(self._states(allocation, self._compression))["kl"])
 
-    def _states(self, allocation: Allocation) -> ReferenceStates:
-        with self._compression.apply(allocation):
+    def _states(self, allocation: Allocation, compression: Compression) -> ReferenceStates:
+        with compression.apply(allocation):
             return ReferenceStates.compute(self._compression.loaded, self._data, batch_size=self._batch_size)
 
     def _diverge(self, states: ReferenceStates) -> dict[str, Any]:
         return measure_divergence(states, self.reference, self._data, batch_size=self._batch_size)
 
-    def _measure(self, allocation: Allocation | None) -> dict[str, Any]:
+    def _measure(self, allocation: Allocation | None, compression: Compression) -> dict[str, Any]:
         divergence: dict[str, Any] = {"kl": 0.0, "stderr": 0.0, "domains": {}}
         if allocation is None:
             perplexity = measure_perplexity(self.reference, self._data, batch_size=self._batch_size)
         else:
             divergence, perplexity = measure_divergence_and_perplexity(
-                self._states(allocation), self.reference, self._data, batch_size=self._batch_size
+                self._states(allocation, compression), self.reference, self._data, batch_size=self._batch_size
             )
         return {
             "kl": divergence["kl"],

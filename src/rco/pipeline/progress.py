@@ -1,6 +1,7 @@
 """Progress of a long job: bars on a terminal, lines in a log, or calls of a function.
 
-Stages are ``candidates``, ``sensitivities``, ``scores``, ``search``, ``refine``, ``evaluation``, ``export``.
+Stages are ``candidates``, ``sensitivities``, ``scores``, ``search``, ``refine``, ``tuning``,
+``evaluation``, ``export``.
 """
 
 from __future__ import annotations

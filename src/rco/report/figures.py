@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from markupsafe import Markup
 
@@ -15,7 +16,7 @@ from rco.report.numbers import count, plural, short, significant
 from rco.report.svg import Panel, Point, draw
 from rco.report.theme import LIGHT
 
-__all__ = ["Plot", "convergence", "quality_against_bits", "sensitivity"]
+__all__ = ["Plot", "convergence", "quality_against_bits", "sensitivity", "tuning_curve"]
 
 _MOST_DOTS = 1200
 
@@ -166,6 +167,31 @@ def _loss(search: Sequence[StepRecord], refine: Sequence[StepRecord], run: RunDa
         if final is not None:
             legend.append(("rule c1", f"result on the selection split: {significant(final)}"))
     return Plot(panel.svg, tuple(legend))
+
+
+def tuning_curve(curve: Sequence[Mapping[str, Any]], name: str) -> Plot | None:
+    """Loss on the selection text against tokens of an end-to-end tuning; None with fewer than two points.
+
+    Measurements of single blocks have another loss and are left out.
+    """
+    drawn = [entry for entry in curve if not str(entry["stage"]).startswith("block ")]
+    points = [(entry["tokens"] / 1000, entry["selection"]) for entry in drawn]
+    points = [point for point in points if 0 < point[1] < math.inf]
+    if len(points) < 2:
+        return None
+    texts = [f"{short(x)} thousand tokens: {significant(y, 4)}" for x, y in points]
+    with draw(
+        name,
+        "Loss on the selection text during tuning",
+        "; ".join(texts),
+        x_label="thousand tokens",
+        y_label="selection loss",
+        size=(480, 260),
+    ) as panel:
+        panel.line(points, "c1")
+        panel.dots(points, "c1", texts, 4.5)
+        panel.axes.margins(0.06)
+    return Plot(panel.svg)
 
 
 def _steps_axis(panel: Panel, points: Sequence[Point], end: float, stretch: float = 0.0) -> None:

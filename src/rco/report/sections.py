@@ -22,7 +22,7 @@ from rco.report.data import (
     number,
     section,
 )
-from rco.report.figures import convergence, quality_against_bits, sensitivity
+from rco.report.figures import convergence, quality_against_bits, sensitivity, tuning_curve
 from rco.report.maps import expert_map, frequency_map, width_bands, width_map, width_shares
 from rco.report.numbers import bytes_text, count, duration, measured, percent, plural, short, significant
 from rco.report.result_tables import (
@@ -71,6 +71,7 @@ def sections(run: RunData, prefix: str = "") -> list[Section]:
         ("experts", "Experts kept", _experts),
         ("sensitivity", "Bits against sensitivity", _sensitivity),
         ("search", "Search", _search),
+        ("tuning", "Tuning", _tuning),
         ("certificate", "Budget certificate", _certificate),
         ("use", "Load the checkpoint", lambda run, _: loading(run)),
         ("reproduce", "Settings and environment", _settings),
@@ -280,6 +281,51 @@ def _search(run: RunData, prefix: str) -> dict[str, Any] | None:
     return {"facts": facts, "plots": plots, "candidates": _candidates(run), "margin": _margin(run)} | {
         "chosen": result.chosen_from if result else None
     }
+
+
+def _tuning(run: RunData, prefix: str) -> dict[str, Any] | None:
+    found = section(run.metrics, "tuning")
+    if not found:
+        return None
+    before, after = (number(found, name, "tuning") or 0.0 for name in ("before", "after"))
+    codes, moved = (integer(found, name, "tuning") or 0 for name in ("codes", "moved"))
+    return {
+        "mode": str(found.get("mode")),
+        "tokens": integer(found, "tokens", "tuning") or 0,
+        "sequences": integer(found, "sequences", "tuning") or 0,
+        "seconds": duration(number(found, "seconds", "tuning") or 0.0),
+        "improved": bool(found.get("improved")),
+        "before": significant(before, 4),
+        "after": significant(after, 4),
+        "change": percent(1 - after / before) if before else None,
+        "codes": codes,
+        "moved": moved,
+        "share": percent(moved / codes) if codes else None,
+        "plot": tuning_curve(found.get("curve") or [], f"{prefix}tuning"),
+        "domains": _tuned_domains(run),
+    }
+
+
+def _tuned_domains(run: RunData) -> Table | None:
+    """KL on evaluation text before and after tuning, by domain."""
+    rows = run.metrics.get("evaluation") or []
+    after = next((row for row in rows if row.get("chosen")), None)
+    before = next((row for row in rows if after and row["name"] == f"{after['name']}, not tuned"), None)
+    if after is None or before is None:
+        return None
+    pairs = [("all", before["kl"], after["kl"])]
+    for domain, measured_before in (before.get("by_domain") or {}).items():
+        if domain in (after.get("by_domain") or {}):
+            pairs.append((domain, measured_before["kl"], after["by_domain"][domain]["kl"]))
+    return Table(
+        "KL to the full model on evaluation text, before and after tuning",
+        [
+            Column("Domain", [name for name, _, _ in pairs]),
+            Column("Before", [significant(kl, 4) for _, kl, _ in pairs], number=True),
+            Column("After", [significant(kl, 4) for _, _, kl in pairs], number=True),
+            Column("Less", [percent(1 - b / a) if a else None for _, a, b in pairs], number=True),
+        ],
+    )
 
 
 def _candidates(run: RunData) -> Table | None:

@@ -20,6 +20,7 @@ __all__ = [
     "ExpertLinear",
     "Projection",
     "expert_linears",
+    "expert_matrices",
     "model_linears",
     "original_stacks",
     "sparse_layers",
@@ -56,7 +57,7 @@ class ExpertLinear(LinearInfo):
 
     def place(self, stacked: Tensor) -> Tensor:
         """Its part of a tensor of its layer's stacked matrices: a view (out_features, in_features)."""
-        return _matrices(self.layer, stacked, self.projection == "down")[self.expert, self.part]
+        return expert_matrices(self.layer, stacked, self.projection == "down")[self.expert, self.part]
 
     def renumbered(self, number: int, projection: str | None = None) -> str:
         """Its name as another expert of its layer, and with another name of the projection."""
@@ -97,7 +98,7 @@ def original_stacks(layer: MoELayer) -> tuple[Tensor, Tensor]:
             "transformers (without remote code), which keeps them as stacked tensors."
         )
     up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
-    return _matrices(layer, up, False), _matrices(layer, down, True)
+    return expert_matrices(layer, up, False), expert_matrices(layer, down, True)
 
 
 def stacked_parameters(layer: MoELayer) -> tuple[nn.Parameter, nn.Parameter]:
@@ -106,7 +107,7 @@ def stacked_parameters(layer: MoELayer) -> tuple[nn.Parameter, nn.Parameter]:
     return experts.gate_up_proj, experts.down_proj
 
 
-def _matrices(layer: MoELayer, stacked: Tensor, down: bool) -> Tensor:
+def expert_matrices(layer: MoELayer, stacked: Tensor, down: bool) -> Tensor:
     """A stacked parameter as (experts, parts, out, in), in any memory order of the architecture."""
     if getattr(layer.experts, "is_transposed", False):
         stacked = stacked.transpose(1, 2)
