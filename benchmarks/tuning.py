@@ -108,12 +108,52 @@ class Settings:
 # ------------------------------------------------------------------------ shared work
 
 
+@dataclass(frozen=True)
+class Texts:
+    """Sequences of a model and seed: tokenizing takes longer than many a part."""
+
+    splits: object
+    tuning: object
+    judged: dict
+
+
 def planned_data(settings, model, bits, seed):
-    from rco.pipeline.planning import build_data, plan_compression
+    """Config, plan and texts; these are made once and kept in --work."""
+    import pickle
+
+    from rco.atomic_files import atomic_path
+    from rco.pipeline.planning import plan_compression
 
     config = settings.config(model, bits, seed)
     planned = plan_compression(config)
-    return config, planned, build_data(config, planned.loaded.tokenizer)
+    file = Path(settings.work) / f"{Path(model).name}-{seed}-texts.pickle"
+    if not file.exists():
+        made = make_texts(settings, config, planned.loaded.tokenizer, seed)
+        with atomic_path(file) as temporary:
+            temporary.write_bytes(pickle.dumps(made))
+    return config, planned, pickle.loads(file.read_bytes())  # noqa: S301 - written above
+
+
+def make_texts(settings, config, tokenizer, seed):
+    from rco.data.calibration import build_calibration
+    from rco.pipeline.planning import build_data
+
+    splits = build_data(config, tokenizer)
+    common = {"length": settings.length, "at_most": True}
+    tuning = build_calibration(
+        config.data, tokenizer, samples=settings.distinct + len(splits.selection), seed=seed, **common
+    )
+    judged = splits.evaluation.by_domain()
+    if settings.text:
+        folder = Path(settings.text)
+        names = [*settings.domains.split(","), *settings.others.split(",")]
+        files = {name: folder / f"{name}.evaluation.txt" for name in names} | {"wikitext2": folder / WIKITEXT}
+        judged = {
+            name: build_calibration(str(file), tokenizer, samples=settings.evaluation, part="all", **common)
+            for name, file in files.items()
+            if file.exists()
+        }
+    return Texts(splits, tuning.without(splits.selection), judged)
 
 
 def prepare_seed(settings, model, seed, budgets, packed=None, label=""):
@@ -129,8 +169,8 @@ def prepare_seed(settings, model, seed, budgets, packed=None, label=""):
         file = file.with_stem(file.stem + label)
         if file.exists():
             continue
-        config, planned, data = planned_data(settings, model, bits, seed)
-        compression = planned.compression
+        config, planned, texts = planned_data(settings, model, bits, seed)
+        data, compression = texts.splits, planned.compression
         began = time.perf_counter()
         compression.candidates(data.search)
         candidates = time.perf_counter() - began
@@ -173,38 +213,14 @@ def chosen_allocation(settings, planned, model, bits, seed, kind, label=""):
 class Judge:
     """KL, perplexity and tasks of models beside the full one, by domain."""
 
-    def __init__(self, settings, loaded, data, compute):
-        from rco.data.calibration import build_calibration
+    def __init__(self, settings, loaded, sets, compute):
         from rco.evaluation.reference_states import ReferenceStates
         from rco.models.precision import computing_in
 
-        self.settings, self.loaded, self.compute = settings, loaded, compute
-        self.sets = {}
-        names = settings.domains.split(",") + settings.others.split(",") if settings.text else []
-        for name in names:
-            path = Path(settings.text) / f"{name}.evaluation.txt"
-            self.sets[name] = build_calibration(
-                str(path),
-                loaded.tokenizer,
-                samples=settings.evaluation,
-                length=settings.length,
-                part="all",
-                at_most=True,
-            )
-        if settings.text and (Path(settings.text) / WIKITEXT).exists():
-            self.sets["wikitext2"] = build_calibration(
-                str(Path(settings.text) / WIKITEXT),
-                loaded.tokenizer,
-                samples=2 * settings.evaluation,
-                length=settings.length,
-                part="all",
-                at_most=True,
-            )
-        if not settings.text:
-            self.sets = data.evaluation.by_domain()
+        self.settings, self.sets = settings, sets
         with computing_in(loaded.model, compute):
             self.references = {
-                name: ReferenceStates.compute(loaded, each, batch_size=8) for name, each in self.sets.items()
+                name: ReferenceStates.compute(loaded, each, batch_size=8) for name, each in sets.items()
             }
 
     def measure(self, loaded):
@@ -336,14 +352,13 @@ def work(settings, model, bits, seed, kind, way):
     import torch
 
     from rco.compression.tuning import TuningText, moved_codes, tune
-    from rco.data.calibration import build_calibration
     from rco.models.loading import load_model
     from rco.models.precision import computing_in
 
     began = time.perf_counter()
-    config, planned, data = planned_data(settings, model, bits, seed)
-    compression, loaded = planned.compression, planned.loaded
-    judge = Judge(settings, loaded, data, compression.compute_dtype)
+    config, planned, texts = planned_data(settings, model, bits, seed)
+    compression, loaded, data, text = planned.compression, planned.loaded, texts.splits, texts.tuning
+    judge = Judge(settings, loaded, texts.judged, compression.compute_dtype)
     if way == "auto-round":
         folder = Path(settings.peers) / f"{Path(model).name}-{bits}"
         other = load_model(folder, device=settings.device)
@@ -351,14 +366,6 @@ def work(settings, model, bits, seed, kind, way):
         with computing_in(other.model, compression.compute_dtype):
             return {**judge.measure(other), **told}
     compression.open_store()
-    text = build_calibration(
-        config.data,
-        loaded.tokenizer,
-        samples=settings.distinct + len(data.selection),
-        length=settings.length,
-        seed=seed,
-        at_most=True,
-    ).without(data.selection)
     selection = TuningText(data.selection, compression.reference(data.selection))
     label = ""
     if way.startswith("before"):

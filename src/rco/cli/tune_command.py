@@ -16,6 +16,8 @@ __all__ = ["tune"]
 def _tune(config: TuneConfig, switches: Switches) -> None:
     """Tune the chosen weights of a finished run at the same size, and write its checkpoint and report again.
 
+    rco tune runs/tiny-llama-bits-2.5
+
     rco tune runs/tiny-llama-bits-2.5 --tune full --tune-tokens 500000
     """
     from rco.pipeline.progress import make_progress
