@@ -294,7 +294,7 @@ class QuantizeConfig(CompressConfig):
         "auto",
         help="Train the chosen codes and scales on the loss of the search, at the same size: full (end to end), "
         "blocks (block by block, then scales end to end; least memory), scales (alone), off; auto: the best "
-        "that fits memory.",
+        "for the tokens that fits memory.",
         panel="Tuning",
     )
     tune_tokens: int | None = setting(

@@ -32,6 +32,9 @@ __all__ = ["TuningPlan", "is_tuned", "load_tuned", "plan_tuning", "tune_stage", 
 _GPU_TOKENS = 1 << 20
 _SEARCH_SHARE = 0.5  # time of the tuning by default, as a share of that of the search, without a GPU
 _STEP_PASSES = 3.3  # forward passes that a training step costs per sequence
+_CODE_TOKENS = (
+    1 << 17
+)  # fewest for which `auto` trains codes: on little text their noise costs more than they gain
 _COMPARED = 6  # allocations that a search compares on the selection text
 _MOST_SEQUENCES = 1 << 12  # distinct sequences; their reference is in host memory
 _FEWEST_STEPS = 32  # before a step takes more than one sequence
@@ -110,7 +113,9 @@ def plan_tuning(
         evaluations=max(1, min(10, sequences // config.selection)),
         seed=config.seed,
     )
-    listed: tuple[Mode, ...] = ("full", "blocks", "scales") if asked == "auto" else (asked,)
+    listed: tuple[Mode, ...] = (asked,) if asked != "auto" else ("full", "blocks", "scales")
+    if asked == "auto" and total < _CODE_TOKENS:
+        listed = ("scales",)
     free = _free(compression)
     for each in listed:
         one = dataclasses.replace(settings, mode=each)
