@@ -38,6 +38,8 @@ METHODS: dict[str, str] = {
 }
 FORMATS: dict[str, str] = {
     "integer": "rco.formats.integer:IntegerGrid",
+    "ggml": "rco.formats.ggml.block_types:GGMLFormat",
+    "ggml-float": "rco.formats.ggml.float_types:GGMLFloat",
     "original": "rco.formats.original:Original",
     "removed": "rco.formats.removed:Removed",
 }

@@ -217,13 +217,18 @@ class Format(ABC):
         Args:
             weight: (out, in) of any floating-point type.
             statistics: (in, in) second moments of the layer's inputs, as
-                :class:`~rco.formats.hessian.HessianAccumulator` gives them; None if there are none.
+                :class:`~rco.formats.hessian.HessianAccumulator` gives them, or their diagonal (in,) for
+                families that use no more; None if there are none.
             settings: Further settings; defaults if None.
         """
 
     @abstractmethod
     def decode(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """The dense matrix in ``dtype``: bit for bit the one that the serving engine computes with, then cast."""
+
+    def dense(self, stored: Stored) -> Tensor | None:
+        """The stored tensor that is the weight itself, of any floating-point type; None if it must be decoded."""
+        return None
 
     def decode_into(self, stored: Stored, out: Tensor) -> None:
         """Write the decoded matrix to ``out``, which may be on another device."""
@@ -332,6 +337,8 @@ def measured(stored: Stored, weight: Tensor, statistics: Tensor | None) -> Encod
         matrix = matrix.double()
         if statistics is None:
             return float(matrix.square().sum())
+        if statistics.ndim == 1:
+            return float((matrix.square() * statistics.to(matrix)).sum())
         return float(((matrix @ statistics.to(matrix)) * matrix).sum())
 
     error = size(difference)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rco.formats.base import ActivationRule, Stored
-from rco.formats.integer import PackedWeight, on_triton_path
+from rco.formats.coded import CodedWeight, on_triton_path
 from rco.formats.products import Option, OptionProducts, unwrapped
 from rco.formats.streaming import OptionStream, StreamedOptions, activation_rules
 
@@ -108,7 +108,7 @@ class LayerOptions:
         if dtype not in self._chosen:
             self._chosen[dtype] = None
             fused = (
-                [each for each in self.listed if isinstance(each, PackedWeight | Tensor)]
+                [each for each in self.listed if isinstance(each, CodedWeight | Tensor)]
                 if self.streamed is None
                 else []
             )
