@@ -46,6 +46,7 @@ FORMATS: dict[str, str] = {
 EXPORTERS: dict[str, str] = {
     "compressed-tensors": "rco.export.compressed_tensors:CompressedTensorsExporter",
     "dense": "rco.export.dense:DenseExporter",
+    "gguf": "rco.export.gguf_container:GGUFExporter",
     "llama.cpp": "rco.export.llama_cpp:LlamaCppExporter",
     "gptqmodel": "rco.export.gptqmodel:GPTQModelExporter",
     "llm-compressor": "rco.export.llm_compressor:LLMCompressorExporter",

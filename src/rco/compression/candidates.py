@@ -22,7 +22,7 @@ from rco.data.calibration import CalibrationSet
 from rco.distributed import Ranks
 from rco.formats import encode_all
 from rco.formats.base import EncodeSettings, Format, Stored
-from rco.formats.hessian import HessianAccumulator
+from rco.formats.hessian import HessianAccumulator, InputSquares
 from rco.formats.removed import REMOVED
 from rco.formats.stacks import stack_rows
 from rco.models.capture import BlockInputs, linear_inputs
@@ -50,7 +50,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-Method = Literal["gptq", "rtn"]
+Accumulator = HessianAccumulator | InputSquares
+Method = Literal["gptq", "rtn", "imatrix"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,8 @@ class CandidateSettings:
 
     def arguments(self) -> dict[str, object]:
         """Arguments for the quantizer of one matrix."""
+        if self.method == "imatrix":
+            return {}
         if self.method == "rtn":
             return {"clip": self.clip}
         return {"damp": self.damp, "act_order": self.act_order, "clip": self.clip, "sweeps": self.sweeps}
@@ -89,7 +92,7 @@ def candidate_identity(
     names = [candidate_name(info) for info in plan.linears]
     identity: dict[str, object] = {
         "model": loaded.fingerprint,
-        "data": calibration.fingerprint if settings.method == "gptq" else None,
+        "data": calibration.fingerprint if settings.method != "rtn" else None,
         "widths": [option.bits for option in plan.packed],
         "formats": [option.name for option in plan.packed] if plan.gguf is None else "GGUF",
         "group_size": plan.group_size if plan.gguf is None else "GGUF",
@@ -163,7 +166,7 @@ def build_candidates(
         BlockInputs.capture(
             loaded.model, loaded.layout, calibration.tokens, batch_size=settings.batch_size, storage="cpu"
         )
-        if settings.method == "gptq"
+        if settings.method != "rtn"
         else None
     )
 
@@ -172,7 +175,8 @@ def build_candidates(
         group = groups[index]
         linears = [info for info in group if not isinstance(info, ExpertLinear)]
         sparse = expert_layer_of(group)
-        hessians: dict[str, HessianAccumulator] = {}
+        hessians: dict[str, Accumulator] = {}
+        make_accumulator = InputSquares if settings.method == "imatrix" else HessianAccumulator
         experts: ExpertHessians | None = None
         if inputs is not None:
             block = group[0].block
@@ -182,9 +186,9 @@ def build_candidates(
             if sparse is not None:
                 experts = ExpertHessians(sparse, calibration.tokens.numel(), settings.expert_tokens)
             hessians = (
-                _head_hessian(loaded, inputs, group[0])
+                _head_hessian(loaded, inputs, group[0], make_accumulator)
                 if block is None
-                else _block_hessians(loaded, inputs, linears, experts)
+                else _block_hessians(loaded, inputs, linears, experts, make_accumulator)
             )
         candidates: dict[str, dict[str, Stored]] = {}
         statistics: dict[str, dict[str, dict[str, Any]]] = {}
@@ -268,7 +272,9 @@ def build_candidates(
 
 def _grids(plan: CompressionPlan, info: LinearInfo) -> dict[str, Format]:
     """Formats of a linear's packed options by label."""
-    return {plan.label(option): plan.format_of(info, option) for option in plan.packed}
+    return {
+        plan.label(option): plan.format_of(info, option) for option in plan.packed if plan.fits(info, option)
+    }
 
 
 def _shared_inputs(loaded: LoadedModel, group: Sequence[LinearInfo]) -> dict[str, str]:
@@ -282,12 +288,16 @@ def _shared_inputs(loaded: LoadedModel, group: Sequence[LinearInfo]) -> dict[str
 
 
 def _block_hessians(
-    loaded: LoadedModel, inputs: BlockInputs, group: Sequence[LinearInfo], experts: ExpertHessians | None
-) -> dict[str, HessianAccumulator]:
+    loaded: LoadedModel,
+    inputs: BlockInputs,
+    group: Sequence[LinearInfo],
+    experts: ExpertHessians | None,
+    make_accumulator: type[Accumulator],
+) -> dict[str, Accumulator]:
     source = _shared_inputs(loaded, group)
     first = {info.path: info for info in group}
     accumulators = {
-        path: HessianAccumulator(first[path].in_features, device=first[path].weight.device)
+        path: make_accumulator(first[path].in_features, device=first[path].weight.device)
         for path in dict.fromkeys(source.values())
     }
     _, block = loaded.layout.blocks(loaded.model)[inputs.position]
@@ -306,9 +316,9 @@ def _block_hessians(
 
 
 def _head_hessian(
-    loaded: LoadedModel, inputs: BlockInputs, head: LinearInfo
-) -> dict[str, HessianAccumulator]:
-    accumulator = HessianAccumulator(head.in_features, device=head.weight.device)
+    loaded: LoadedModel, inputs: BlockInputs, head: LinearInfo, make_accumulator: type[Accumulator]
+) -> dict[str, Accumulator]:
+    accumulator = make_accumulator(head.in_features, device=head.weight.device)
     for rows in inputs.finish():
         accumulator.add(rows)
     return {head.name: accumulator}

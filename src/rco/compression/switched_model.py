@@ -253,5 +253,11 @@ def _without_original(options: Sequence[Stored | None], wanted: np.ndarray) -> l
 def option_list(
     plan: CompressionPlan, packed: Mapping[str, Stored], columns: Sequence[Format]
 ) -> list[Stored | None]:
-    """One entry per column of the gates; None for the original weight, also used for removal."""
-    return [None if option in (ORIGINAL, REMOVED) else packed[plan.label(option)] for option in columns]
+    """One entry per column of the gates; None for the original weight, also used for removal.
+
+    A type that does not fit the rows of a linear has no candidate; another one, never chosen, is in its place.
+    """
+    spare = next(iter(packed.values()), None)
+    return [
+        None if option in (ORIGINAL, REMOVED) else packed.get(plan.label(option), spare) for option in columns
+    ]

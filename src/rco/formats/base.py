@@ -238,9 +238,18 @@ class Format(ABC):
         """The equivalent format that is written for rows of that length."""
         return self
 
+    def fits(self, columns: int) -> bool:
+        """Whether rows of that length can be stored."""
+        return True
+
     def nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
         """Exact bytes of a weight's tensors in the checkpoint file."""
         return sum(tensor.nbytes for tensor in self.layout(shape, dtype).values())
+
+    def memory_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        """Bytes of a weight in memory during a search; by default those of the file, without its shape."""
+        layout = self.on(shape[1]).layout(shape, dtype)
+        return sum(tensor.nbytes for name, tensor in layout.items() if name != "weight_shape")
 
     def file_tensors(self, stored: Stored) -> dict[str, Tensor]:
         """The tensors of the checkpoint file, by the names that :meth:`layout` gives them."""

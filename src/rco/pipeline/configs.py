@@ -197,7 +197,7 @@ class QuantizeConfig(CompressConfig):
     )
     serve: str = setting(
         "any",
-        help="Engine that will serve the checkpoint: any, transformers, vllm, vllm-marlin, llamacpp.",
+        help="Engine that will serve the checkpoint: any, transformers, vllm, vllm-marlin, llamacpp, gguf.",
         panel="Output",
     )
     store: Path | None = setting(
@@ -214,6 +214,11 @@ class QuantizeConfig(CompressConfig):
         help="Widths to choose from, e.g. 2,3,4,8; 16 keeps a layer unquantized. Default: all that `serve` loads.",
         panel="Candidates",
     )
+    types: str | None = setting(
+        None,
+        help="For GGUF: ggml types to choose from, e.g. q3_k,iq4_xs,q6_k; default: IQ2 to Q8_0, where they fit.",
+        panel="Candidates",
+    )
     group_size: int | None = setting(
         None,
         help="Weights that share a scale, 0 for one scale per row; default 64. GGUF types have their own.",
@@ -223,8 +228,11 @@ class QuantizeConfig(CompressConfig):
     symmetric: bool | None = setting(
         None, help="Quantize without zero points; default: as `serve` needs.", panel="Candidates"
     )
-    method: Literal["gptq", "rtn"] | None = setting(
-        None, help="Rounding method; default gptq, for llamacpp rtn.", panel="Candidates"
+    method: Literal["gptq", "rtn", "imatrix"] | None = setting(
+        None,
+        help="Rounding method: gptq (default); rtn, without calibration (default for llamacpp); for GGUF imatrix "
+        "(default), ggml's own with an importance matrix, or rtn, without one.",
+        panel="Candidates",
     )
     clip: Literal["search", "minmax"] = setting(
         "search",
@@ -321,6 +329,12 @@ class QuantizeConfig(CompressConfig):
         if self.prior_strength is not None:
             return self.prior_strength
         return 1.0 if self.prior == "weight-error" else _STRENGTH
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine: ``serve``, or ``gguf`` if a GGUF file is asked for."""
+        asked = self.format == "gguf" or (self.out is not None and self.out.suffix == ".gguf")
+        return "gguf" if asked and self.serve == "any" else self.serve
 
     @property
     def columns_per_scale(self) -> int | None:

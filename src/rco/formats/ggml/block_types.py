@@ -194,6 +194,13 @@ class GGMLFormat(Format):
             "weight": TensorLayout(torch.uint8, (rows, columns // self.type.block * self.type.block_bytes))
         }
 
+    def memory_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        """Bytes of codes, of what scales and minima are made of, and of both as the kernels take them."""
+        kind, weights = self.type, shape[0] * shape[1]
+        groups, made = weights // kind.group, 8 if kind.with_minima else 4
+        parts = (2 if kind.with_minima else 1) * (groups if kind.with_sub_scales else 0)
+        return weights * kind.code_bits // 8 + groups * made + parts + weights // kind.block * made // 2
+
     def _check(self, columns: int) -> None:
         if not self.fits(columns):
             raise ValueError(

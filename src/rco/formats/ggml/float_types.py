@@ -55,10 +55,6 @@ class GGMLFloat(Format):
         """The type of that name."""
         return cls(name) if name in FLOAT_TYPES else None
 
-    def fits(self, columns: int) -> bool:
-        """Rows may have any length."""
-        return True
-
     def layout(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorLayout]:
         """The weight itself."""
         return {"weight": TensorLayout(self.dtype, tuple(shape))}
