@@ -107,6 +107,7 @@ def quantize(
     group_size: int | None = QuantizeConfig.group_size,
     symmetric: bool | None = QuantizeConfig.symmetric,
     method: Literal["gptq", "rtn", "imatrix"] | None = QuantizeConfig.method,
+    imatrix: str | Path | None = QuantizeConfig.imatrix,
     clip: Literal["search", "minmax"] = QuantizeConfig.clip,
     damp: float = QuantizeConfig.damp,
     act_order: bool = QuantizeConfig.act_order,
@@ -477,7 +478,7 @@ def _plain(name: str, value: Any) -> Any:
         return _joined(value)
     if name in ("lock", "skip", "tie"):
         return [value] if isinstance(value, str) else list(value)
-    if name in ("out", "store") and isinstance(value, str):
+    if name in ("out", "store", "imatrix") and isinstance(value, str):
         return Path(value).expanduser()
     if name == "tau" and isinstance(value, list):
         return tuple(value)

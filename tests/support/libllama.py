@@ -61,6 +61,8 @@ def _library():
         ("llama_get_logits_ith", ctypes.POINTER(ctypes.c_float), [ctypes.c_void_p, ctypes.c_int32]),
         ("llama_get_memory", ctypes.c_void_p, [ctypes.c_void_p]),
         ("llama_memory_clear", None, [ctypes.c_void_p, ctypes.c_bool]),
+        ("llama_model_quantize_default_params", _Blob, []),
+        ("llama_model_quantize", ctypes.c_uint32, [ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(_Blob)]),
         ("llama_free", None, [ctypes.c_void_p]),
         ("llama_model_free", None, [ctypes.c_void_p]),
     ):
@@ -97,3 +99,16 @@ def model(path):
     finally:
         library.llama_free(context)
         library.llama_model_free(loaded)
+
+
+def quantize(source, target, file_type):
+    """``llama-quantize`` without an importance matrix; ``file_type`` is llama.cpp's number of the mixture."""
+    library = _library()
+    parameters = library.llama_model_quantize_default_params()
+    ctypes.cast(ctypes.pointer(parameters), ctypes.POINTER(ctypes.c_int32))[1] = (
+        file_type  # after the threads
+    )
+    assert (
+        library.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters))
+        == 0
+    )

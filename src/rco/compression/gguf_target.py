@@ -17,6 +17,7 @@ from rco.formats.base import Format
 from rco.formats.ggml.block_types import BLOCK_TYPES, GGMLFormat
 from rco.formats.ggml.float_types import GGMLFloat
 from rco.formats.original import ORIGINAL
+from rco.models.embeddings import EMBEDDING_ROLE
 from rco.models.gguf_conversion import interleaved
 from rco.models.gguf_file import (
     TYPE_NUMBERS,
@@ -49,23 +50,22 @@ _FILE_TYPES = {
 }  # fmt: skip
 _QUANTIZATION_VERSION = 2
 _CHECKED_ROWS = 16
+_EMBEDDING = "token_embd.weight"
 
 
-def parse_types(text: str | None, *, importance: bool) -> tuple[Format, ...]:
+def parse_types(text: str | None, *, importance: bool, also: Iterable[str] = ()) -> tuple[Format, ...]:
     """The types of a comma-separated list; None: the default ones.
 
     Args:
         text: Names such as ``q4_k,iq4_xs``.
         importance: Whether there is an importance matrix; without one, default types that need it are left out.
+        also: Types to add to the default ones.
 
     Raises:
         ValueError: A name is unknown, or a named type needs an importance matrix.
     """
-    names = (
-        DEFAULT_TYPES
-        if text is None
-        else tuple(part.strip().lower() for part in text.split(",") if part.strip())
-    )
+    parts = (part.strip().lower() for part in (text or "").split(","))
+    names = (*DEFAULT_TYPES, *also) if text is None else tuple(part for part in parts if part)
     found: dict[str, Format] = {}
     for name in names:
         option = GGMLFormat.parse(name) or GGMLFloat.parse(name)
@@ -117,7 +117,9 @@ class GGUFTarget:
         names: dict[str, str] = {}
         heads: dict[str, int] = {}
         for info in linears:
-            found = [name for name in gguf_names(loaded.layout, info.name) if name in reader.tensors]
+            embedding = info.role == EMBEDDING_ROLE
+            named = (_EMBEDDING,) if embedding else gguf_names(loaded.layout, info.name)
+            found = [name for name in named if name in reader.tensors]
             if len(found) != 1:
                 continue  # split among tensors, or tied to the embedding: copied
             (names[info.name],) = found

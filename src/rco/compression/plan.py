@@ -21,6 +21,7 @@ from rco.formats.ggml.block_types import GGMLFormat
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
 from rco.formats.removed import REMOVED
+from rco.models.embeddings import EMBEDDING_ROLE
 from rco.models.layout import Layout, LinearInfo
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import EXPERT_ROLE, ExpertLinear
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 _REMOVAL_LOCKS: dict[str, Format] = {"keep": ORIGINAL, "prune": REMOVED}
-ROLES = ("attention", "mlp", EXPERT_ROLE, "shared_expert", "head")
+ROLES = ("attention", "mlp", EXPERT_ROLE, "shared_expert", "head", EMBEDDING_ROLE)
 
 
 @dataclass(frozen=True)
@@ -355,7 +356,7 @@ def make_gguf_plan(
     for members in _clusters_of(layout, chosen, ties, fused=False, experts="layer-projection"):
         named = {locked[m.name] for m in members if m.name in locked}
         offered = _ordered(named or types)
-        fitting = tuple(o for o in offered if all(target.fits(member, o) for member in members))
+        fitting = tuple(o for o in offered if all(_storable(target, member, o) for member in members))
         if len(named) > 1 or (named and not fitting):
             raise ValueError(
                 f"{_cluster_name(members)} has rows of {members[0].in_features} and one type, but is locked to "
@@ -370,6 +371,14 @@ def make_gguf_plan(
     return CompressionPlan(
         tuple(groups), tuple(chosen), every, None, True, find_engine("gguf"), skipped, target=target
     )
+
+
+def _storable(target: GGUFTarget, info: LinearInfo, option: Format) -> bool:
+    """Whether a type fits a linear; an embedding that is not multiplied has no importances."""
+    needs = isinstance(option, GGMLFormat) and option.type.needs_importance
+    if needs and info.role == EMBEDDING_ROLE and not info.tied:
+        return False
+    return target.fits(info, option)
 
 
 def _ordered(options: Iterable[Format]) -> tuple[Format, ...]:

@@ -63,7 +63,8 @@ class GGUFExporter:
             ExportError: A weight does not fit the file, or the folder cannot be written.
         """
         loaded = resolve_source(source)
-        linears = {info.name: info for info in model_linears(loaded.layout, loaded.model, include_head=True)}
+        ends = {"include_head": True, "include_embedding": True}
+        linears = {info.name: info for info in model_linears(loaded.layout, loaded.model, **ends)}
         unknown = next((name for name in weights if name not in linears), None)
         if unknown is not None:
             raise ExportError(f"The model has no linear {unknown!r} to give a weight to.")

@@ -234,6 +234,11 @@ class QuantizeConfig(CompressConfig):
         "(default), ggml's own with an importance matrix, or rtn, without one.",
         panel="Candidates",
     )
+    imatrix: Path | None = setting(
+        None,
+        help="For GGUF: importance matrix of llama-imatrix, instead of one measured on the calibration text.",
+        panel="Candidates",
+    )
     clip: Literal["search", "minmax"] = setting(
         "search",
         help="Quantization range: searched, or from the smallest to the largest weight.",
@@ -331,6 +336,11 @@ class QuantizeConfig(CompressConfig):
         return 1.0 if self.prior == "weight-error" else _STRENGTH
 
     @property
+    def mixes(self) -> list[str]:
+        """Names that may be mixtures of llama.cpp, whose types are then offered, too."""
+        return [self.size or ""]
+
+    @property
     def engine(self) -> str:
         """Name of the engine: ``serve``, or ``gguf`` if a GGUF file is asked for."""
         asked = self.format == "gguf" or (self.out is not None and self.out.suffix == ".gguf")
@@ -350,7 +360,8 @@ class QuantizeConfig(CompressConfig):
         described = super().identity()
         for name in ("overwrite_store", "memory"):
             described.pop(name)
-        described["store"] = str(self.store) if self.store else None
+        for name in ("store", "imatrix"):
+            described[name] = str(getattr(self, name)) if getattr(self, name) else None
         return described
 
 
@@ -579,9 +590,20 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
             )
         return named[0]
 
+    @property
+    def mixes(self) -> list[str]:
+        """Names that may be mixtures of llama.cpp: sizes and methods."""
+        listed = f"{self.methods},{self.size or ''}".split(",")
+        return [name.strip() for name in listed]
+
     def single(self, budget: str) -> QuantizeConfig:
         """The same settings with one budget and no checkpoint, so that export rules do not apply."""
-        named: dict[str, Any] = {self._budget()[0]: budget, "format": "none", "tune": "off"}
+        named: dict[str, Any] = {
+            self._budget()[0]: budget,
+            "format": "none",
+            "serve": self.engine,
+            "tune": "off",
+        }
         return dataclasses.replace(self, **named)
 
     def folder(self) -> Path:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from rco.compression.budget import Budget
-from rco.compression.candidates import CandidateSettings
+from rco.compression.candidates import CandidateSettings, read_importances
 from rco.compression.compression import Compression
 from rco.compression.costs import Visits, routing_visits
 from rco.compression.engines import find_engine
 from rco.compression.gguf import GGUFFile
 from rco.compression.gguf_target import GGUFTarget, parse_types
+from rco.compression.llama_mixes import is_mix, needed_types
 from rco.compression.plan import (
     CompressionPlan,
     ExpertGroups,
@@ -42,7 +43,6 @@ from rco.pipeline.configs import CompressConfig, PruneConfig, QuantizeConfig
 from rco.pipeline.estimate import Estimate, choose_residency, estimate
 from rco.pipeline.progress import Progress
 from rco.pipeline.searchers import configured_searcher
-from rco.requirements import require
 from rco.runs import RunDirectory
 
 __all__ = [
@@ -140,6 +140,7 @@ def plan_compression(
         ranks=ranks,
         **own,
     )
+    budget = compression.settled(budget)
     problem = compression.problem(budget)
     _check_export(config, loaded, plan)
     expected = estimate(compression, config, residency, memory)
@@ -153,12 +154,14 @@ def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
         return make_removal_plan(model_linears(loaded.layout, loaded.model), config.lock)
     assert isinstance(config, QuantizeConfig)
     engine = find_engine(config.engine)
-    linears = model_linears(loaded.layout, loaded.model, include_head=True)
     if engine.name == "gguf":
-        return _plan_gguf(config, loaded, linears)
-    if config.types is not None or config.method == "imatrix":
+        ends = {"include_head": True, "include_embedding": True}
+        return _plan_gguf(config, loaded, model_linears(loaded.layout, loaded.model, **ends))
+    linears = model_linears(loaded.layout, loaded.model, include_head=True)
+    if config.types is not None or config.imatrix is not None or config.method == "imatrix":
         raise ValueError(
-            f"`types` and `method='imatrix'` are for GGUF files; add `format='gguf'`, got `serve='{engine.name}'`."
+            f"`types`, `imatrix` and `method='imatrix'` are for GGUF files: add `format='gguf'`, got "
+            f"`serve='{engine.name}'`."
         )
     if engine.gguf and config.group_size is not None:
         raise ValueError(
@@ -191,16 +194,22 @@ def _plan_gguf(config: QuantizeConfig, loaded: LoadedModel, linears: Sequence[Li
     if config.method == "gptq" or config.allow_prune or config.per_projection:
         wrong = "method='gptq'" if config.method == "gptq" else "allow_prune"
         raise ValueError(f"`{wrong}` is not possible for GGUF files, which ggml's own encoders make.")
-    require("libggml-python", "Encoding ggml types")
-    return make_gguf_plan(
+    target = GGUFTarget.of(loaded, linears)
+    mixes = [name for name in config.mixes if is_mix(name)]
+    plan = make_gguf_plan(
         loaded.layout,
         linears,
-        GGUFTarget.of(loaded, linears),
-        parse_types(config.types, importance=config.method != "rtn"),
+        target,
+        parse_types(config.types, importance=config.method != "rtn", also=needed_types(mixes, target.reader)),
         locks=config.lock,
         skips=config.skip,
         ties=config.tie,
     )
+    if config.imatrix is not None:
+        if config.method == "rtn":
+            raise ValueError("`imatrix` gives importances, which `method='rtn'` does not use; leave one out.")
+        read_importances(config.imatrix, plan)
+    return plan
 
 
 def export_format(config: CompressConfig) -> str:
@@ -310,6 +319,7 @@ def _quantization_settings(config: QuantizeConfig, plan: CompressionPlan, folder
             clip=config.clip,
             sweeps=config.sweeps,
             expert_tokens=config.expert_tokens,
+            imatrix=config.imatrix,
         ),
         "count": config.count,
         "overwrite_store": config.overwrite_store,
