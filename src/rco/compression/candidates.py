@@ -52,8 +52,8 @@ __all__ = [
     "read_importances",
     "recorded",
     "replace_candidates",
-    "tuned_candidates",
     "tensor_importances",
+    "tuned_candidates",
 ]
 
 logger = logging.getLogger(__name__)

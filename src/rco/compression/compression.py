@@ -26,11 +26,11 @@ from rco.compression.candidates import (
     build_candidates,
     candidate_identity,
     candidate_name,
-    replace_candidates,
-    tuned_candidates,
     importance_source,
     measure_importances,
     read_importances,
+    replace_candidates,
+    tuned_candidates,
 )
 from rco.compression.costs import Costs, Count, Visits, routing_visits
 from rco.compression.cuda_graphs import Recording

@@ -297,9 +297,9 @@ class GGMLFormat(Format):
 
         return inner_products(gradient, [block_weight(stored)], segments).view(segments)
 
-    def tunable(self, stored: Stored) -> TunableBlocks:
+    def tunable(self, stored: Stored, original: Tensor | None = None, *, codes: bool = True) -> TunableBlocks:
         """The weight with trainable scales, minima and, where values are equally spaced, codes."""
-        return TunableBlocks(block_weight(stored))
+        return TunableBlocks(block_weight(stored), original, codes=codes)
 
 
 _HALVES = ("scale", "minimum")
@@ -440,21 +440,30 @@ class TunableBlocks(Tunable):
 
     Float16 numbers are trained by an offset in units of their last place, integers and codes by an offset in units
     of one; all are rounded in the forward pass, with gradients passed through, and stay in their range.
+
+    Args:
+        weight: The weight.
+        original: The weight before it was stored: offsets of codes then start at its fractional part on the grid.
+        codes: Whether codes are trained as well.
     """
 
     spacing: ClassVar[Mapping[str, float]] = MappingProxyType(
         dict.fromkeys(("scale", "minimum", "sub_scales", "sub_minima", "codes"), 1.0)
     )
 
-    def __init__(self, weight: BlockWeight) -> None:
+    def __init__(self, weight: BlockWeight, original: Tensor | None = None, *, codes: bool = True) -> None:
         super().__init__()
         kind, self._weight = weight.format.type, weight
-        names = [name for name in weight.tensors if name != "packed"]
-        shapes = {name: weight.tensors[name].shape for name in names}
-        if not kind.table:
-            shapes["codes"] = torch.Size(weight.shape)
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape, device=weight.device)))
+        starts = {
+            name: torch.zeros(part.shape, device=weight.device)
+            for name, part in weight.tensors.items()
+            if name != "packed"
+        }
+        if codes and not kind.table:
+            zero = torch.zeros(weight.shape, device=weight.device)
+            starts["codes"] = zero if original is None else _fractions(weight, original.to(zero))
+        for name, start in starts.items():
+            self.register_parameter(name, nn.Parameter(start))
         self.register_buffer("_codes", weight.codes().float(), persistent=False)
 
     def _part(self, name: str) -> Tensor | None:
@@ -497,6 +506,21 @@ class TunableBlocks(Tunable):
                 pack(part.to(torch.uint8), weight.bits) if name == "packed" else part.to(before.dtype)
             )
         return weight.over(parts)
+
+
+_NEAREST = 0.499  # largest offset that rounds to the same code
+
+
+def _fractions(weight: BlockWeight, original: Tensor) -> Tensor:
+    """Fractional parts of the original weights on the grid, from -1/2 to 1/2: offsets that change no code."""
+
+    def wide(part: Tensor) -> Tensor:
+        return part.repeat_interleave(weight.group_size, dim=1)
+
+    scales = wide(weight.scales)
+    raised = original if weight.minima is None else original + wide(weight.minima)
+    places = torch.where(scales == 0, 0.0, raised / scales)
+    return (places - places.round()).clamp_(-_NEAREST, _NEAREST)
 
 
 def _ranges(kind: BlockType, name: str) -> tuple[float, float]:
