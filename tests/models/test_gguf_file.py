@@ -1,5 +1,6 @@
 """GGUF files: read, written and measured to the byte; what is damaged is named."""
 
+import gc
 import struct
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from gguf_models import byte_tokenizer, tiny_gguf
 
-from rco.models.gguf_conversion import convert_to_gguf
+from rco.models.gguf_conversion import convert_to_gguf, ensure_gguf
 from rco.models.gguf_file import (
     TYPE_NUMBERS,
     GGUFFileError,
@@ -138,3 +139,15 @@ def test_damaged_files_are_named_at_once(tmp_path):
         GGUFReader(path)
     with pytest.raises(GGUFFileError, match="cannot be read"):
         GGUFReader(tmp_path / "missing.gguf")
+
+
+def test_a_model_in_memory_gets_a_file_for_as_long_as_it_lives():
+    loaded = wrap_model(tiny_model("llama", vocab_size=288), byte_tokenizer(), name="tiny")
+    ensure_gguf(loaded)
+    path = loaded.gguf
+    assert GGUFReader(path).architecture == "llama"
+    ensure_gguf(loaded)
+    assert loaded.gguf == path
+    del loaded
+    gc.collect()
+    assert not path.exists()

@@ -118,6 +118,8 @@ class CompressionPlan:
     @property
     def block_types(self) -> list[str]:
         """Available types of a GGUF file; empty for other plans."""
+        if self.target is not None:
+            return list(self.labels)
         file = self.gguf
         if file is None:
             return []
@@ -351,7 +353,10 @@ def make_gguf_plan(
         locked |= {info.name: option for info in _matching(pattern, "lock", linears)}
     left_out = {info.name for pattern in skips for info in _matching(pattern, "skip", linears)}
     chosen = [info for info in linears if info.name not in left_out and target.entry(info) is not None]
-    skipped = tuple(info.name for info in linears if info not in chosen)
+    # A tied output layer is the embedding's group.
+    skipped = tuple(
+        info.name for info in linears if info not in chosen and not (info.role == "head" and info.tied)
+    )
     groups = []
     for members in _clusters_of(layout, chosen, ties, fused=False, experts="layer-projection"):
         named = {locked[m.name] for m in members if m.name in locked}

@@ -7,6 +7,8 @@ Tokenizers are byte-level BPE whose splitting rule llama.cpp knows by name.
 from __future__ import annotations
 
 import json
+import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,7 @@ from rco.models.gguf_file import (
 from rco.models.loading import LoadedModel
 from rco.models.zoo import ModelError
 
-__all__ = ["CONVERTED", "convert_to_gguf", "interleaved"]
+__all__ = ["CONVERTED", "convert_to_gguf", "ensure_gguf", "interleaved"]
 
 CONVERTED = ("llama", "qwen2", "qwen3")
 """Architectures, under the names of transformers, that can be converted."""
@@ -70,6 +72,21 @@ _SPLITTERS = {
 def interleaved(rows: int, heads: int) -> Tensor:
     """Rows of a query or key weight in the order in which llama.cpp rotates neighbours instead of halves."""
     return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).reshape(-1)
+
+
+def ensure_gguf(loaded: LoadedModel) -> None:
+    """Give a model that was not read from a GGUF file one, in a temporary folder that lives as long as the model.
+
+    Raises:
+        ModelError: As for :func:`convert_to_gguf`.
+    """
+    if loaded.gguf is not None:
+        return
+    folder = tempfile.TemporaryDirectory(prefix="rco-gguf-")
+    weakref.finalize(loaded, folder.cleanup)
+    path = Path(folder.name) / "model.gguf"
+    convert_to_gguf(loaded, path)
+    loaded.gguf = path
 
 
 def convert_to_gguf(loaded: LoadedModel, path: Path) -> None:

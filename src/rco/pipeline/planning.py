@@ -32,6 +32,7 @@ from rco.distributed import Ranks
 from rco.export.compressed_tensors import check_exportable
 from rco.models.checkpoint_files import read_config
 from rco.models.device_map import DeviceMap
+from rco.models.gguf_conversion import ensure_gguf
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel, load_model, locate_model, refuse_quantized
 from rco.models.moe.expert_removal import keep_plan
@@ -194,6 +195,7 @@ def _plan_gguf(config: QuantizeConfig, loaded: LoadedModel, linears: Sequence[Li
     if config.method == "gptq" or config.allow_prune or config.per_projection:
         wrong = "method='gptq'" if config.method == "gptq" else "allow_prune"
         raise ValueError(f"`{wrong}` is not possible for GGUF files, which ggml's own encoders make.")
+    ensure_gguf(loaded)
     target = GGUFTarget.of(loaded, linears)
     mixes = [name for name in config.mixes if is_mix(name)]
     plan = make_gguf_plan(
