@@ -38,12 +38,15 @@ METHODS: dict[str, str] = {
 }
 FORMATS: dict[str, str] = {
     "integer": "rco.formats.integer:IntegerGrid",
+    "ggml": "rco.formats.ggml.block_types:GGMLFormat",
+    "ggml-float": "rco.formats.ggml.float_types:GGMLFloat",
     "original": "rco.formats.original:Original",
     "removed": "rco.formats.removed:Removed",
 }
 EXPORTERS: dict[str, str] = {
     "compressed-tensors": "rco.export.compressed_tensors:CompressedTensorsExporter",
     "dense": "rco.export.dense:DenseExporter",
+    "gguf": "rco.export.gguf_container:GGUFExporter",
     "llama.cpp": "rco.export.llama_cpp:LlamaCppExporter",
     "gptqmodel": "rco.export.gptqmodel:GPTQModelExporter",
     "llm-compressor": "rco.export.llm_compressor:LLMCompressorExporter",

@@ -27,6 +27,7 @@ from rco.compression.file_size import (
     stored_bits,
     weight_bits,
 )
+from rco.compression.gguf_target import GGUFTarget
 from rco.compression.plan import CompressionPlan, Group
 from rco.data.calibration import CalibrationSet
 from rco.formats.base import Format
@@ -228,6 +229,9 @@ class Costs:
         if self.plan.removes_only:
             kept = np.array(self.shares.per_expert, dtype=np.int64)[self.plan.layer_of_group]
             return np.stack([np.zeros_like(kept), kept], axis=1)
+        target = self.plan.target
+        if target is not None and self.kind in ("bpw", "size"):
+            return np.array([self._tensor_costs(target, group) for group in self.plan.groups], dtype=np.int64)
         rows = []
         for group in self.plan.groups:
             if not self.counts(group):
@@ -250,9 +254,20 @@ class Costs:
             )
         return np.array(rows, dtype=np.int64)
 
+    def _tensor_costs(self, target: GGUFTarget, group: Group) -> list[int]:
+        """Bytes, or bits, of a group's tensors in a GGUF file; types that do not fit cost as much as the first."""
+        size = self.kind == "size"
+        options = [option if option in group.options else group.options[0] for option in self.plan.options]
+        return [(1 if size else 8) * target.option_bytes(group.members, o, aligned=size) for o in options]
+
     @cached_property
     def parameters(self) -> int:
-        """Divisor of an average: number of weights, for active bits each times the tokens that read it."""
+        """Divisor of an average: number of weights, for active bits each times the tokens that read it.
+
+        Bits per weight of a GGUF file are averaged over all its tensors, as llama.cpp does.
+        """
+        if self.plan.target is not None and self.kind == "bpw":
+            return self.plan.target.elements
         return sum(
             member.parameters * self.weight(member)
             for group in self.plan.groups
@@ -262,9 +277,13 @@ class Costs:
 
     @cached_property
     def fixed(self) -> int:
-        """Bytes or parameters that no choice changes."""
+        """Bytes, bits or parameters that no choice changes."""
         if self.plan.removes_only:
             return self.shares.fixed
+        target = self.plan.target
+        if target is not None and self.kind in ("bpw", "size"):
+            size = self.kind == "size"
+            return (1 if size else 8) * target.other_bytes(self.plan.linears, aligned=size)
         if self.kind != "size":
             return 0
         if self.plan.gguf is not None:
@@ -274,7 +293,7 @@ class Costs:
 
     def total(self, amount: Fraction) -> Fraction:
         """A user's budget of packed weights in the units of the matrix."""
-        return amount - self.fixed if self.kind == "size" else amount * self.parameters
+        return (amount if self.kind == "size" else amount * self.parameters) - self.fixed
 
     def describe(self, units: float) -> str:
         """A number of units of the matrix in the user's terms."""
@@ -282,7 +301,7 @@ class Costs:
             return f"{units:.1f} experts kept" if self.kind == "experts" else f"{units:,.0f} units"
         if self.kind == "size":
             return f"{units + self.fixed:,.0f} bytes"
-        return f"{units / self.parameters:.4f} {self.kind.replace('_', ' ')}"
+        return f"{(units + self.fixed) / self.parameters:.4f} {self.kind.replace('_', ' ')}"
 
     def _least(self, allowed: np.ndarray) -> np.ndarray:
         """(N,) costs of the cheapest assignment that keeps each router's top-k experts."""
@@ -322,5 +341,6 @@ class Costs:
         if self.kind == "size":
             return f"{low + self.fixed:,} bytes", f"{high + self.fixed:,} bytes"
         # Rounded inwards, so that both printed ends are feasible.
+        low, high = low + self.fixed, high + self.fixed
         ends = ceil(Fraction(low, self.parameters) * 10**5), floor(Fraction(high, self.parameters) * 10**5)
         return f"{ends[0] / 10**5:g}", f"{ends[1] / 10**5:g}"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rco.models.checkpoint_files import file_sha256, folder_fingerprint, read_config, weight_files
 from rco.models.device_map import DeviceMap
+from rco.models.gguf_file import GGUFReader
 from rco.models.layout import ARCHITECTURES, Layout, layout_for
 from rco.models.zoo import ModelError, builtin_models, find_builtin, near_matches
 from rco.requirements import find_problem, require
@@ -53,6 +54,7 @@ class LoadedModel:
         layout: Its row of the architecture table.
         name: Name given by the user.
         path: Its folder; None for a model that was made in memory.
+        gguf: Its GGUF file, if it was read from one.
     """
 
     model: nn.Module
@@ -61,6 +63,7 @@ class LoadedModel:
     name: str
     path: Path | None
     _hash: Callable[[], str] = field(repr=False)
+    gguf: Path | None = field(default=None, kw_only=True)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -137,7 +140,8 @@ def load_model(
     def fingerprint() -> str:
         return file_sha256(files[0]) if gguf_file is not None else folder_fingerprint(folder, files)
 
-    return LoadedModel(model, tokenizer, layout_for(model), label, folder, fingerprint)
+    file = None if gguf_file is None else folder / gguf_file
+    return LoadedModel(model, tokenizer, layout_for(model), label, folder, fingerprint, gguf=file)
 
 
 def wrap_model(model: nn.Module, tokenizer: Any = None, *, name: str = "model") -> LoadedModel:
@@ -196,6 +200,10 @@ def locate_model(name: str | Path) -> tuple[Path, str | None]:
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve(), None
+    if path.suffix == ".gguf" and path.is_file():
+        require("gguf", "Reading a GGUF file")
+        GGUFReader(path)  # a damaged file fails here, with the reason
+        return path.resolve().parent, path.name
     if path.is_file():
         raise ModelError(f"{text} is a file; pass the folder that holds config.json and the weights.")
     close = near_matches(text) if "/" not in text else []

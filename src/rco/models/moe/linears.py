@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from rco.models.embeddings import embedding_info
 from rco.models.layout import Layout, LinearInfo, text_config
 from rco.models.moe.layers import MOE_ARCHITECTURES, MoELayer, moe_layers
 
@@ -157,9 +158,16 @@ def _projection_shapes(layer: MoELayer) -> list[tuple[int, int]]:
     return [(weight.shape[0], weight.shape[1]) for weight in weights]
 
 
-def model_linears(layout: Layout, model: nn.Module, *, include_head: bool = False) -> list[LinearInfo]:
-    """Every linear of a model, block by block, the experts of a sparse layer after the others of its block."""
+def model_linears(
+    layout: Layout, model: nn.Module, *, include_head: bool = False, include_embedding: bool = False
+) -> list[LinearInfo]:
+    """Every linear of a model, block by block, the experts of a sparse layer after the others of its block.
+
+    With ``include_head`` and ``include_embedding`` the output layer and the token embedding follow.
+    """
     linears = layout.linears(model, include_head=include_head)
+    if include_embedding:
+        linears.append(embedding_info(layout, model))
     layers = {layer.decoder_index: layer for layer in sparse_layers(model)}
     if not layers:
         return linears
