@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rco.core.measured_curvature import MeasuredCurvature
 from rco.core.objective import Loss, as_objective, one_hot
 
 __all__ = ["Evaluator", "OutOfAllowance"]
@@ -39,12 +40,18 @@ class Evaluator:
         self.selection = self.objective if selection is None else selection
         self.selection_batches = range(self.selection.num_batches)
         self.curvature = self.objective.curvature
+        self.measured: MeasuredCurvature | None = None  # takes the place of an unknown curvature
         self.forwards = self.backwards = 0
         self.reserve = 0
         self.starts = 0  # starting points that the final choice compares, at most
         self.most = self.max_seconds = math.inf
         self.seconds_before = 0.0
         self._began = time.perf_counter()
+
+    @property
+    def one_loss(self) -> bool:
+        """Whether one batch gives the loss, for gradients and for the choice: then it is free of noise."""
+        return self.objective.num_batches == 1 and self.selection is self.objective
 
     # -------------------------------------------------------------- allowance
 
@@ -134,7 +141,7 @@ class Evaluator:
     def switch_curvature(self, choices: Tensor) -> Tensor | None:
         """(N, K) second-order cost of switching each group away from ``choices``; None if unknown."""
         if self.curvature is None:
-            return None
+            return None if self.measured is None else self.measured.switches(choices)
         return self.curvature[torch.arange(len(choices)), choices]
 
     def selection_losses(self, choices: np.ndarray, num_options: int, batches: Sequence[int]) -> np.ndarray:

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 OPEN_END = 10**9  # steps of a search that only its allowance ends
-_STATE_VERSION = 4
+_STATE_VERSION = 5
 _ALLOWANCE = ("max_evaluations", "max_seconds")  # may change when a search is resumed
 
 # The allocation is computed on demand, which may take a knapsack or more.
@@ -104,6 +104,11 @@ class BudgetedSearch(ABC):
                 raise ValueError(f"{name} must be positive, or None for no limit, got {value}.")
 
     @property
+    def limited(self) -> bool:
+        """Whether an allowance ends the search."""
+        return self.max_evaluations is not None or self.max_seconds is not None
+
+    @property
     def compares_starts(self) -> bool:
         """Whether the uniform assignment and the prior's knapsack are compared with the method's candidates."""
         return True
@@ -117,7 +122,7 @@ class BudgetedSearch(ABC):
 
     def require_end(self, name: str) -> None:
         """Raise an error if a number of steps is open and no allowance ends the search."""
-        if getattr(self, name) is None and self.max_evaluations is None and self.max_seconds is None:
+        if getattr(self, name) is None and not self.limited:
             raise ValueError(
                 f"{name}=None goes on until an allowance ends; give max_evaluations or max_seconds."
             )
@@ -193,12 +198,13 @@ class SearchState(ABC):
         """Add the candidates found so far, the method's own first; the search can go on afterwards."""
 
     def polish(
-        self, choices: np.ndarray, losses: np.ndarray, on_step: OnStep | None
+        self, ranked: Sequence[tuple[np.ndarray, np.ndarray]], on_step: OnStep | None
     ) -> tuple[np.ndarray, float]:
-        """Improve the chosen candidate with the rest of the allowance; most methods leave it unchanged.
+        """Improve on the candidates with the rest of the allowance; most methods return the first, the best.
 
-        ``losses`` are the candidate's, one per selection batch; the returned loss is a mean over them.
+        Each candidate comes with its losses, one per selection batch; the returned loss is a mean over them.
         """
+        choices, losses = ranked[0]
         return choices, float(losses.mean())
 
     def incumbent(self) -> np.ndarray | None:
@@ -388,10 +394,11 @@ class SearchRun:
             self._add_starts(candidates)
         for name, choices in candidates.choices.items():
             assert self.problem.is_feasible(choices), f"{self.settings.name} proposed {name} over budget"
-        name, choices, losses = candidates.best()
+        ranked = candidates.ranked()
+        name, choices, losses = ranked[0]
         loss = float(losses.mean())
         self.evaluator.reserve = 0
-        polished, better = state.polish(choices, losses, self._on_step)
+        polished, better = state.polish([each[1:] for each in ranked], self._on_step)
         if better < loss:
             name, choices, loss = "refined", polished, better
             candidates.losses[name] = loss
@@ -418,6 +425,12 @@ class SearchRun:
                 f"first step takes {first} evaluations and the final choice {reserve}; raise it to at least "
                 f"{first + reserve}, or give the method smaller settings."
             )
+
+    def starts(self) -> Candidates:
+        """The starting points, ready to be compared."""
+        candidates = Candidates(self.problem, self.evaluator)
+        self._add_starts(candidates)
+        return candidates
 
     def _add_starts(self, candidates: Candidates) -> None:
         if self.settings.starts_from_prior and self._proxy is not None:
