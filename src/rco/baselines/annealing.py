@@ -95,6 +95,7 @@ class Annealing(BudgetedSearch):
     """
 
     name: ClassVar[str] = "annealing"
+    meets_exactly: ClassVar[bool] = True
 
     steps: int | None = 100
     moves: int = 50

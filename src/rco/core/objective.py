@@ -354,7 +354,7 @@ class CallableObjective(Objective):
         return found
 
     def _scalar(self, found: Any) -> Tensor:
-        loss = torch.as_tensor(found)
+        loss = found if isinstance(found, Tensor) else torch.as_tensor(found, dtype=torch.float64)
         if loss.numel() != 1:
             raise ValueError(
                 f"The loss must be one number, got shape {tuple(loss.shape)}; reduce it, for example by sum(), or "
@@ -363,7 +363,8 @@ class CallableObjective(Objective):
         return loss.reshape(())
 
     def _values(self, gates: Tensor) -> Tensor:
-        losses = torch.as_tensor(self._call(gates))
+        found = self._call(gates)
+        losses = found if isinstance(found, Tensor) else torch.as_tensor(found, dtype=torch.float64)
         if losses.shape != gates.shape[:1]:
             raise ValueError(
                 f"A batched loss takes gates (B, N, K) and returns (B,), but for {tuple(gates.shape)} it returned "

@@ -363,13 +363,14 @@ def _proposals(
 def _pair_fits(
     problem: AllocationProblem, delta: np.ndarray, group: np.ndarray, room: np.ndarray
 ) -> np.ndarray:
-    """(M, M) whether two switches together stay within every budget."""
+    """(M, M) whether two switches together meet every budget."""
+    meets = np.equal if problem.exact else np.less_equal
     if problem.block_index is None:
         fits = np.ones((delta.shape[1], delta.shape[1]), dtype=bool)
         for j in range(len(room)):
-            fits &= (delta[j][:, None] + delta[j][None, :]) <= room[j]
+            fits &= np.asarray(meets(delta[j][:, None] + delta[j][None, :], room[j]), dtype=bool)
         return fits
     block = problem.block_index[group]
-    alone = delta[0] <= room[block]
-    together = (delta[0][:, None] + delta[0][None, :]) <= room[block][:, None]
+    alone = meets(delta[0], room[block])
+    together = meets(delta[0][:, None] + delta[0][None, :], room[block][:, None])
     return np.asarray(np.where(block[:, None] == block[None, :], together, alone[:, None] & alone[None, :]))

@@ -82,20 +82,22 @@ class LocalOptima:
             self._climb(choices, losses, end, thorough=first)
             first = False
 
-    def restart(self, allowance: float) -> None:
-        """Perturb, cross and refine until the allowance is spent."""
+    def restart(self, allowance: float, patience: int | None = None) -> None:
+        """Perturb, cross and refine until the allowance is spent or ``patience`` restarts in a row have failed."""
         end = self.evaluator.evaluations + allowance
         one = len(self.evaluator.selection_batches)
+        failures = 0
         idle = 0  # restarts in a row that evaluated nothing: everything near is known
         while self.found and self.evaluator.evaluations + 4 * one <= end and self.evaluator.in_time:
             start = self._next_start(idle)
             self.restarts += 1
-            before = self.evaluator.evaluations
+            before, best = self.evaluator.evaluations, self.found[0].loss
             if start is not None:
                 losses = self._losses(start)
                 self._climb(start, losses, end)
             idle = idle + 1 if self.evaluator.evaluations == before else 0
-            if idle > 4 * _KEPT:
+            failures = 0 if self.found[0].loss < best else failures + 1
+            if idle > 4 * _KEPT or (patience is not None and failures >= patience):
                 return
 
     def _losses(self, choices: np.ndarray) -> np.ndarray:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -27,11 +27,10 @@ from rco.core.evaluator import Evaluator
 from rco.core.expected_cost import expected_cost
 from rco.core.interaction import InteractionLosses
 from rco.core.measured_curvature import MeasuredCurvature
-from rco.core.objective import CallableObjective
-from rco.core.optimizer import LogitOptimizer, ManifoldOptimizer
+from rco.core.optimizer import LogitOptimizer, ManifoldOptimizer, Surface, search_surface
 from rco.core.problem import AllocationProblem
 from rco.core.restarts import LocalOptima
-from rco.core.result import SearchResult, StepRecord
+from rco.core.result import SearchResult
 from rco.core.sampling import batch_order, feasible_choices, gumbel_noise, straight_through
 from rco.core.searcher import OPEN_END, BudgetedSearch, SearchRun, SearchState
 
@@ -43,7 +42,6 @@ __all__ = [
     "PlainRCO",
     "Schedule",
     "fit_schedule",
-    "minimize",
     "temperature",
 ]
 
@@ -77,11 +75,16 @@ class GumbelSearch(BudgetedSearch):
         curvature: Correct the gradient of options that were not sampled by the objective's curvature, if known.
         choose: Compare the final knapsack with other candidates and the starting points; without, the final one is
             the result. Algorithm 1 as printed is ``choose=False, refine=0, curvature=False, monotone=False``.
+        surface: Whether the expected cost of the logits equals the budget (``"=="``) or may stay below (``"<="``).
+            None: ``"=="`` where the budget must be met exactly or costlier options are never worse, ``"<="``
+            elsewhere.
         monotone: Whether costlier options are never worse, so that unspent budget is spent; None: as the
             problem declares.
         seed, max_evaluations, max_seconds: See :class:`rco.core.searcher.BudgetedSearch`. An allowance shortens
             the loop and the parts after it; the temperature then falls over the shorter loop.
     """
+
+    meets_exactly: ClassVar[bool] = True
 
     steps: int | None = 200
     samples: int = 16
@@ -93,6 +96,7 @@ class GumbelSearch(BudgetedSearch):
     refine: int | None = 64
     curvature: bool = True
     choose: bool = True
+    surface: Surface | None = None
     monotone: bool | None = None
 
     def __post_init__(self) -> None:
@@ -104,6 +108,8 @@ class GumbelSearch(BudgetedSearch):
             raise ValueError(f"lr must be positive, got {self.lr}.")
         if len(self.tau) != 2 or not 0 < self.tau[1] <= self.tau[0]:
             raise ValueError(f"tau must be (first, last) with first >= last > 0, got {self.tau}.")
+        if self.surface not in ("==", "<=", None):
+            raise ValueError(f'surface must be "==", "<=" or None, got {self.surface!r}.')
         if not 0 < self.average_last <= 1:
             raise ValueError(f"average_last must lie in (0, 1], got {self.average_last}.")
         if self.antithetic and self.samples % 2:
@@ -114,8 +120,12 @@ class GumbelSearch(BudgetedSearch):
         """Whether the starting points are among the candidates."""
         return self.choose
 
+    def surface_for(self, problem: AllocationProblem) -> Surface:
+        """The surface on which the logits move."""
+        return self.surface or search_surface(problem)
+
     @abstractmethod
-    def make_optimizer(self, problem: AllocationProblem, prior: Tensor) -> LogitOptimizer:
+    def make_optimizer(self, problem: AllocationProblem, prior: Tensor, surface: Surface) -> LogitOptimizer:
         """The optimizer of this method's logits."""
 
     def loop(self, run: SearchRun) -> SearchResult:
@@ -178,9 +188,9 @@ class RCO(GumbelSearch):
 
     name: ClassVar[str] = "rco"
 
-    def make_optimizer(self, problem: AllocationProblem, prior: Tensor) -> LogitOptimizer:
+    def make_optimizer(self, problem: AllocationProblem, prior: Tensor, surface: Surface) -> LogitOptimizer:
         """Riemannian Adam on the budget manifold."""
-        return ManifoldOptimizer(problem, prior, self.lr)
+        return ManifoldOptimizer(problem, prior, self.lr, surface)
 
 
 # Algorithm 1 exactly as the paper prints it. Temperatures of section 3.1; the straight-through gradient without
@@ -207,6 +217,10 @@ class PlainRCO(RCO):
     curvature: bool = field(default=PRINTED["curvature"], init=False)
     choose: bool = field(default=PRINTED["choose"], init=False)
     monotone: bool | None = field(default=PRINTED["monotone"], init=False)
+
+    def surface_for(self, problem: AllocationProblem) -> Surface:
+        """C = B as printed; with the slack variable of appendix A.7 where the budget may be left unspent."""
+        return self.surface or ("<=" if problem.sense == "<=" else "==")
 
 
 def temperature(progress: float, tau: tuple[float, float]) -> float:
@@ -299,7 +313,7 @@ class GumbelState(SearchState):
         self.candidates = _OWN_CANDIDATES if settings.choose else 1
         compared = self.candidates + self.evaluator.starts
         self._follow(fit_schedule(settings, self.evaluator, compared, problem.num_groups))
-        self.optimizer = settings.make_optimizer(problem, run.scores())
+        self.optimizer = settings.make_optimizer(problem, run.scores(), settings.surface_for(problem))
         self.average = torch.zeros_like(run.scores())
         # Losses of the options, predicted at the samples of the last steps.
         self.prices = torch.zeros_like(self.average)
@@ -311,7 +325,7 @@ class GumbelState(SearchState):
             else None
         )
         self.best = SampleTracker(self.evaluator.objective.num_batches)
-        self.optima = LocalOptima(problem, self.evaluator, settings.seed)
+        self.optima = LocalOptima(problem, self.evaluator, settings.seed, run.refined)
         self.measured: MeasuredCurvature | None = None
         if curvature is None and settings.curvature and self.evaluator.one_loss:
             self.measured = MeasuredCurvature(problem.num_groups, problem.num_options)
@@ -398,11 +412,11 @@ class GumbelState(SearchState):
             allowance = min(float(self.schedule.opening), self.evaluator.left)
             self.optima.climb([each[1:] for each in ranked], allowance)
 
-    def polish(
-        self,
-        ranked: Sequence[tuple[np.ndarray, np.ndarray]],
-        on_step: Callable[[StepRecord], None] | None,
-    ) -> tuple[np.ndarray, float]:
+    def current_logits(self) -> Tensor:
+        """The logits of the last step."""
+        return self.optimizer.logits.detach().clone()
+
+    def polish(self, ranked: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, float]:
         """Refine the candidates, then perturbations of them, while the allowance lasts."""
         allowance = min(float(self.schedule.refine), self.evaluator.left)
         if self.settings.refine is None:
@@ -410,9 +424,9 @@ class GumbelState(SearchState):
         choices, losses = ranked[0]
         if allowance >= 1 and self.evaluator.in_time:
             end = self.evaluator.evaluations + allowance
-            self.optima.on_step = on_step
-            self.optima.climb(ranked, allowance)
-            self.optima.restart(end - self.evaluator.evaluations)
+            with self.run.allowance():
+                self.optima.climb(ranked, allowance)
+                self.optima.restart(end - self.evaluator.evaluations, self.settings.patience)
         if self.optima.found and self.optima.best[1] < losses.mean():
             return self.optima.best
         return choices, float(losses.mean())
@@ -425,25 +439,3 @@ class GumbelState(SearchState):
         """The inverse of :meth:`state`."""
         self._follow(Schedule(**state["schedule"]))
         super().load(state)
-
-
-def minimize(
-    loss_of_gates: Callable[[Tensor], Tensor],
-    problem: AllocationProblem,
-    *,
-    steps: int = 200,
-    samples: int = 16,
-    seed: int = 0,
-    prior: Tensor | None = None,
-    on_step: Callable[[StepRecord], None] | None = None,
-    **settings: Any,
-) -> SearchResult:
-    """Minimise a differentiable function of one-hot gates (N, K) under the problem's budget.
-
-    Further settings are those of :class:`RCO`.
-    """
-    unknown = sorted(set(settings) - {f.name for f in fields(RCO)})
-    if unknown:
-        raise TypeError(f"Unknown settings {unknown}; RCO takes {sorted(f.name for f in fields(RCO))}.")
-    searcher = replace(RCO(), steps=steps, samples=samples, seed=seed, **settings)
-    return searcher.search(problem, CallableObjective(loss_of_gates), prior=prior, on_step=on_step)
