@@ -16,6 +16,7 @@ METHODS: dict[str, str] = {
     "augmented-lagrangian": "rco.baselines.lagrangian:AugmentedLagrangian",
     "penalty": "rco.baselines.lagrangian:Penalty",
     "frank-wolfe": "rco.baselines.frank_wolfe:FrankWolfe",
+    "annealing": "rco.baselines.annealing:Annealing",
     "evopress": "rco.baselines.evopress:EvoPress",
     "evoesap": "rco.baselines.evoesap:EvoESAP",
     "impq": "rco.baselines.impq:IMPQ",
