@@ -303,10 +303,6 @@ class Format(ABC):
         """Rounding that the engine applies to the inputs of the layer; None if there is none."""
         return None
 
-    def fits(self, shape: Shape) -> bool:
-        """Whether a weight of that shape can be stored."""
-        return True
-
     def rows(self, stored: Stored, start: int, stop: int) -> Stored:
         """Some rows of a weight, sharing memory; for formats whose tensors have one row per row of the weight."""
         rows, columns = stored.shape

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -27,6 +27,7 @@ from rco.formats.base import (
     Tunable,
     measured,
 )
+from rco.formats.coded import CodedWeight, pack
 from rco.formats.gptq import exact_errors, factorize
 from rco.formats.rounding import check_weight, normalized_importance, working_dtype
 
@@ -126,14 +127,6 @@ def _nearest(values: Tensor, element: Element) -> Tensor:
     return code | ((values < 0) & (code > 0)).to(torch.uint8) << 3
 
 
-def _pack_nibbles(codes: Tensor) -> Tensor:
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
-
-
-def _unpack_nibbles(packed: Tensor) -> Tensor:
-    return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
-
-
 # ---------------------------------------------------------------------- the format
 
 
@@ -167,9 +160,9 @@ class FloatingPoint(Format):
     def __str__(self) -> str:
         return self.name.upper() if self.kind.inputs is None else f"{self.name.upper()} with rounded inputs"
 
-    def fits(self, shape: Shape) -> bool:
+    def fits(self, columns: int) -> bool:
         """Whether rows divide into groups."""
-        return self.kind.scaling not in ("group16", "group32") or shape[1] % _GROUP[self.kind.scaling] == 0
+        return self.kind.scaling not in ("group16", "group32") or columns % _GROUP[self.kind.scaling] == 0
 
     def group_size(self, columns: int) -> int:
         """Columns that share a scale."""
@@ -202,7 +195,9 @@ class FloatingPoint(Format):
     def file_tensors(self, stored: Stored) -> dict[str, Tensor]:
         """The tensors of the checkpoint file."""
         kind, tensors = self.kind, stored.tensors
-        codes, scales = tensors["codes"], tensors["scales"]
+        scales = tensors["scales"]
+        # A row of codes is padded to whole words in memory.
+        codes = tensors["packed"].view(torch.uint8)[:, : stored.shape[1] * self.bits // 8].contiguous()
         if kind.element == "e2m1":
             found = {"weight_packed": codes}
         else:
@@ -244,7 +239,7 @@ class FloatingPoint(Format):
             raise ValueError(f"Expected floating-point formats, got {', '.join(f.name for f in formats)}.")
         shape = (weight.shape[0], weight.shape[1])
         for each in kinds:
-            if not each.fits(shape):
+            if not each.fits(shape[1]):
                 raise ValueError(
                     f"{each.name} stores groups of {each.group_size(shape[1])} columns; rows of {shape[1]} do "
                     "not divide into them: choose another format for this layer."
@@ -272,8 +267,8 @@ class FloatingPoint(Format):
         """Scales of least weighted error, and the nearest elements under them."""
         storage = settings.storage_dtype or dtype
         scaling = self._fitted(values, importance, settings, storage)
-        none = torch.empty(0, dtype=torch.uint8, device=values.device)
-        scaled = self.restore((values.shape[0], values.shape[1]), {"codes": none, **scaling})
+        none = torch.empty(0, dtype=torch.int32, device=values.device)
+        scaled = self.restore((values.shape[0], values.shape[1]), {"packed": none, **scaling})
         return scaled.with_codes(_nearest(values / scaled.wide_scales(values.dtype), self.kind.element))
 
     def _fitted(
@@ -323,13 +318,31 @@ class FloatingPoint(Format):
 
     def decode(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """The matrix as compressed-tensors decodes it, then cast."""
-        weight = floating_weight(stored)
-        levels = _levels(self.kind.element, weight.device)[weight.codes().int()]
-        return weight.multiplied(levels).to(dtype)
+        out = torch.empty(stored.shape, dtype=dtype, device=stored.device)
+        stored.decode(out)
+        return out
 
-    def tunable(self, stored: Stored) -> TunableFloating:
+    def decode_into(self, stored: Stored, out: Tensor) -> None:
+        """Write the decoded matrix to ``out``, which may be on another device."""
+        target = out if out.device == stored.device else out.new_empty(out.shape, device=stored.device)
+        stored.decode(target)
+        if target is not out:
+            out.copy_(target)
+
+    def inner_products(self, stored: Stored, gradient: Tensor, segments: int = 1) -> Tensor:
+        """Inner products by the fused kernels, which never hold the whole decoded matrix."""
+        from rco.formats.products import inner_products
+
+        return inner_products(gradient, [stored], segments).view(segments)
+
+    def tunable(
+        self, stored: Stored, original: Tensor | None = None, *, codes: bool = True
+    ) -> TunableFloating | None:
         """The weight with trainable elements, and scales where they are numbers of a wide type."""
-        return TunableFloating(floating_weight(stored))
+        weight = floating_weight(stored)
+        if not codes and weight.tensors["scales"].dtype == torch.uint8:
+            return None
+        return TunableFloating(weight, original, codes=codes)
 
     def input_rule(self, stored: Stored) -> ActivationRule | None:
         """The rounding of the inputs."""
@@ -393,50 +406,51 @@ def _stored_scales(
     return found, found
 
 
-class FloatingWeight(Stored):
+class FloatingWeight(CodedWeight):
     """One weight in a floating-point format.
 
-    Its tensors are ``codes`` (uint8; two to a byte for E2M1) and ``scales`` as stored, with one row per row of the
-    weight, even if a block of rows or the whole tensor shares them.
+    Its tensors are ``packed`` codes and ``scales`` as stored, with one row per row of the weight, even if a block
+    of rows or the whole tensor shares them. :attr:`scales` are the factors of the values that codes stand for.
     """
 
     format: FloatingPoint
 
+    def __init__(self, format: FloatingPoint, shape: Shape, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(format, shape, tensors)
+        self.packed, self.zeros = tensors["packed"], None
+        self.bits, self.group_size = format.bits, format.group_size(shape[1])
+        self.rounded_to = torch.bfloat16 if tensors["scales"].dtype == torch.uint8 else None
+
     @property
     def dtype(self) -> torch.dtype:
         """Type of the decoded values: bfloat16 where scales have a format of their own."""
-        scales = self.tensors["scales"]
-        return torch.bfloat16 if scales.dtype == torch.uint8 else scales.dtype
+        return self.rounded_to or self.tensors["scales"].dtype
 
-    def codes(self) -> Tensor:
-        """The codes, uint8 (out, in)."""
-        codes = self.tensors["codes"]
-        return _unpack_nibbles(codes) if self.format.kind.element == "e2m1" else codes
+    @cached_property
+    def table(self) -> Tensor:  # type: ignore[override]
+        """Value of every code."""
+        return _levels(self.format.kind.element, self.device)
 
-    def with_codes(self, codes: Tensor) -> FloatingWeight:
-        """The same scales with other codes, uint8 (out, in)."""
-        packed = _pack_nibbles(codes) if self.format.kind.element == "e2m1" else codes
-        return self.format.restore(self.shape, {**self.tensors, "codes": packed.contiguous()})
-
-    def effective_scales(self) -> Tensor:
+    @cached_property
+    def scales(self) -> Tensor:  # type: ignore[override]
         """(out, groups) scales in the type that they are multiplied in."""
         scales, scaling = self.tensors["scales"], self.format.kind.scaling
         if scaling == "group16":
             return scales.view(torch.float8_e4m3fn).float() / self.tensors["weight_global_scale"]
         if scaling == "group32":
-            return torch.exp2(scales.float() - 127).to(torch.bfloat16)
+            return torch.exp2(scales.float() - 127)
         return scales
+
+    def with_codes(self, codes: Tensor) -> FloatingWeight:
+        """The same scales with other codes, uint8 (out, in)."""
+        return self.format.restore(
+            self.shape, {**self.tensors, "packed": pack(codes.contiguous(), self.bits)}
+        )
 
     def wide_scales(self, dtype: torch.dtype) -> Tensor:
         """(out, in) the scale of every weight."""
-        columns = self.shape[1]
-        scales = self.effective_scales().to(dtype)
-        return scales.repeat_interleave(self.format.group_size(columns), dim=1)[:, :columns]
-
-    def multiplied(self, levels: Tensor) -> Tensor:
-        """Values of the codes times their scales, rounded as compressed-tensors rounds them."""
-        work = self.effective_scales().dtype
-        return (levels.to(work) * self.wide_scales(work)).to(self.dtype)
+        scales = self.scales.to(dtype)
+        return scales.repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
 
 
 def floating_weight(stored: Stored) -> FloatingWeight:
