@@ -42,6 +42,7 @@ _GROUP: dict[Scaling, int] = {"group16": 16, "group32": 32, "block": _BLOCK}
 _TOP: dict[Element, float] = {"e2m1": 6.0, "e4m3": 448.0, "int8": 127.0}
 _E4M3_TOP = 448.0
 _COLUMNS_AT_ONCE = 128
+_NEAREST = 0.499  # largest offset that rounds to the same element in any floating-point type
 # Shares of the range that takes the largest weight of a group to the largest element. Above one, it lands lower.
 _FACTORS = tuple(0.5 + 0.05 * step for step in range(11)) + (1.1, 1.2, 1.35, 1.5)
 
@@ -522,11 +523,17 @@ class TunableFloating(Tunable):
 
     An offset counts steps to the next larger element, rounded to a whole number; its gradient is the size of that
     step. Scales of groups of 16 or 32 columns have few bits and stay.
+
+    Args:
+        weight: The stored weight.
+        original: The weight before it was stored: an offset then starts at its place between the elements around it.
+            None: at zero.
+        codes: Whether elements are trained, or scales alone.
     """
 
     spacing: ClassVar[Mapping[str, float]] = {"offsets": 1.0}
 
-    def __init__(self, weight: FloatingWeight) -> None:
+    def __init__(self, weight: FloatingWeight, original: Tensor | None = None, *, codes: bool = True) -> None:
         super().__init__()
         self._weight = weight
         exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -534,10 +541,17 @@ class TunableFloating(Tunable):
         order, places = _ascending(element, weight.device)
         self.register_buffer("places", places[weight.codes().int()], persistent=False)
         self.register_buffer("order", order, persistent=False)
-        self.register_buffer("sorted", _levels(element, weight.device)[order.int()], persistent=False)
-        self.offsets = nn.Parameter(torch.zeros(weight.shape, dtype=exact, device=weight.device))
+        levels = _levels(element, weight.device)[order.int()]
+        self.register_buffer("sorted", levels, persistent=False)
+        self.offsets: nn.Parameter | None = None
+        if codes:
+            start = torch.zeros(weight.shape, dtype=exact, device=weight.device)
+            if original is not None:
+                start = _fractions(original.to(start) / weight.wide_scales(exact), levels)
+            self.offsets = nn.Parameter(start)
         self._shared = weight.format.kind.scaling == "block"
         scales = weight.tensors["scales"]
+        self.scales: nn.Parameter | None = None
         if scales.dtype != torch.uint8:
             self.scales = nn.Parameter(self._own(scales).to(exact).clone())
 
@@ -545,14 +559,14 @@ class TunableFloating(Tunable):
         return scales[::_BLOCK] if self._shared else scales
 
     def _stored_scales(self) -> Tensor:
+        assert self.scales is not None
         scales = self.scales.to(self._weight.dtype)
         rows = self._weight.shape[0]
         return scales.repeat_interleave(_BLOCK, dim=0)[:rows] if self._shared else scales
 
     def forward(self) -> Tensor:
         """The decoded matrix in the type of the decoded values."""
-        trained = self.scales if hasattr(self, "scales") else None
-        decoded: Tensor = _Stepped.apply(self.offsets, trained, self)  # type: ignore[no-untyped-call]
+        decoded: Tensor = _Stepped.apply(self.offsets, self.scales, self)  # type: ignore[no-untyped-call]
         return decoded
 
     def stored(self) -> FloatingWeight:
@@ -560,22 +574,35 @@ class TunableFloating(Tunable):
         order, places = self.order, self.places
         assert isinstance(order, Tensor)
         assert isinstance(places, Tensor)
-        codes = order[_moved(places, self.offsets.detach(), len(order))]
-        found = self._weight.with_codes(codes)
-        if hasattr(self, "scales"):
+        offsets = None if self.offsets is None else self.offsets.detach()
+        found = self._weight.with_codes(order[_moved(places, offsets, len(order))])
+        if self.scales is not None:
             found = found.over({**found.tensors, "scales": self._stored_scales().detach().contiguous()})
         return found
 
 
-def _moved(places: Tensor, offsets: Tensor, count: int) -> Tensor:
-    return torch.round(places + offsets).clamp(0, count - 1).long()
+def _fractions(values: Tensor, levels: Tensor) -> Tensor:
+    """Places of values between the elements around them, from -1/2 to 1/2: offsets that change no element."""
+    levels = levels.to(values.dtype)
+    above = torch.searchsorted(levels, values.contiguous()).clamp_(1, len(levels) - 1)
+    low, high = levels[above - 1], levels[above]
+    share = ((values - low) / (high - low)).clamp_(0, 1)
+    return (share - share.round()).clamp_(-_NEAREST, _NEAREST)
+
+
+def _moved(places: Tensor, offsets: Tensor | None, count: int) -> Tensor:
+    if offsets is None:
+        return places
+    # Wide enough for a sum that offsets of 16 bits would round.
+    raw = places + offsets.to(torch.promote_types(offsets.dtype, torch.float32))
+    return torch.round(raw).clamp_(0, count - 1).long()
 
 
 class _Stepped(torch.autograd.Function):
     """The decoded matrix; the gradient of an offset is the step to the next larger element, times the scale."""
 
     @staticmethod
-    def forward(ctx: Any, offsets: Tensor, scales: Tensor | None, tuned: TunableFloating) -> Tensor:
+    def forward(ctx: Any, offsets: Tensor | None, scales: Tensor | None, tuned: TunableFloating) -> Tensor:
         stored = tuned.stored()
         ctx.tuned, ctx.stored = tuned, stored
         ctx.save_for_backward(offsets)
@@ -586,14 +613,17 @@ class _Stepped(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (offsets,) = ctx.saved_tensors
         tuned, stored = ctx.tuned, ctx.stored
-        levels, exact = tuned.sorted.to(offsets.dtype), offsets.dtype
-        gradient = gradient.to(exact)
-        raw = tuned.places + offsets
+        exact = torch.float64 if stored.dtype == torch.float64 else torch.float32
+        levels, gradient = tuned.sorted.to(exact), gradient.to(exact)
         place = _moved(tuned.places, offsets, len(levels))
-        steps = levels.diff()[place.clamp_max(len(levels) - 2)]
-        inside = (raw >= -0.5) & (raw <= len(levels) - 0.5)
-        by_offset = torch.where(inside, gradient * steps * stored.wide_scales(exact), 0.0)
-        by_scale = None
+        by_offset = by_scale = None
+        if ctx.needs_input_grad[0]:
+            raw = tuned.places + offsets
+            steps = levels.diff()[place.clamp_max(len(levels) - 2)]
+            inside = (raw >= -0.5) & (raw <= len(levels) - 0.5)
+            by_offset = torch.where(inside, gradient * steps * stored.wide_scales(exact), 0.0).to(
+                offsets.dtype
+            )
         if ctx.needs_input_grad[1]:
             by_scale = _groups(gradient * levels[place], stored.format.kind.scaling).sum(dim=2)
         return by_offset, by_scale, None
