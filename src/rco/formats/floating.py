@@ -526,8 +526,8 @@ class TunableFloating(Tunable):
 
     Args:
         weight: The stored weight.
-        original: The weight before it was stored: an offset then starts at its place between the elements around it.
-            None: at zero.
+        original: The weight before it was stored: an offset then starts between the elements around it. None:
+            at zero.
         codes: Whether elements are trained, or scales alone.
     """
 
