@@ -11,7 +11,7 @@ import rco.core.evaluator
 import rco.core.search
 from rco.compression.priors import logits_from_losses
 from rco.core.expected_cost import expected_cost
-from rco.core.sampling import batch_order, gumbel_noise, straight_through
+from rco.core.sampling import batch_order, gumbel_noise
 from rco.core.search import temperature
 from rco.testing import NetworkObjective, QuadraticObjective, random_problem, true_optimum
 
@@ -292,17 +292,6 @@ def test_temperature_is_exponential():
     assert temperature(0.0, (1.0, 0.01)) == 1.0
     assert temperature(0.5, (1.0, 0.01)) == pytest.approx(0.1)
     assert temperature(1.0, (1.0, 0.01)) == pytest.approx(0.01)
-
-
-def test_straight_through_is_one_hot_forward_and_softmax_backward():
-    logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    choices = torch.tensor([0, 2, 1, 1])
-    gates = straight_through(logits, choices)
-    assert torch.equal(gates.detach(), torch.nn.functional.one_hot(choices, 3).double())
-    upstream = torch.randn(4, 3, dtype=torch.float64)
-    (got,) = torch.autograd.grad(gates, logits, upstream)
-    (expected,) = torch.autograd.grad(torch.softmax(logits, -1), logits, upstream)
-    assert torch.allclose(got, expected)
 
 
 def test_expected_cost_matches_the_manifold():

@@ -1,4 +1,4 @@
-"""Feasible one-hot samples of logits: Gumbel noise, exact knapsacks, straight-through gates, and random streams.
+"""Feasible one-hot samples of logits: Gumbel noise, exact knapsacks, and random streams.
 
 Everything drawn is a pure function of its seed and counters, so a run gives the same samples whether it was
 interrupted or not, and whichever process draws them.
@@ -20,7 +20,6 @@ __all__ = [
     "feasible_choices",
     "generator",
     "gumbel_noise",
-    "straight_through",
 ]
 
 _NOISE, _BATCHES, _METHODS = range(3)  # streams that never share a number
@@ -55,19 +54,14 @@ def gumbel_noise(
 
 def batch_order(num_batches: int, *, seed: int, first: int, count: int) -> list[int]:
     """Positions first .. first + count - 1 of an endless walk over the batches, reshuffled every epoch."""
+    if num_batches == 1:
+        return [0] * count
     walk = []
     for position in range(first, first + count):
         epoch, offset = divmod(position, num_batches)
         order = _stream(seed, _BATCHES, epoch).permutation(num_batches)
         walk.append(int(order[offset]))
     return walk
-
-
-def straight_through(perturbed: Tensor, choices: Tensor) -> Tensor:
-    """Gates that are exactly one-hot at ``choices`` and differentiate as softmax(perturbed)."""
-    soft = torch.softmax(perturbed, dim=-1)
-    hard = torch.nn.functional.one_hot(choices, perturbed.shape[-1]).to(soft.dtype)
-    return (soft - soft.detach()) + hard
 
 
 def feasible_choices(values: np.ndarray, centre: Tensor, problem: AllocationProblem) -> np.ndarray:

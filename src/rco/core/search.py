@@ -27,11 +27,12 @@ from rco.core.evaluator import Evaluator
 from rco.core.expected_cost import expected_cost
 from rco.core.interaction import InteractionLosses
 from rco.core.measured_curvature import MeasuredCurvature
+from rco.core.objective import one_hot
 from rco.core.optimizer import LogitOptimizer, ManifoldOptimizer, Surface, search_surface
 from rco.core.problem import AllocationProblem
 from rco.core.restarts import LocalOptima
 from rco.core.result import SearchResult
-from rco.core.sampling import batch_order, feasible_choices, gumbel_noise, straight_through
+from rco.core.sampling import batch_order, feasible_choices, gumbel_noise
 from rco.core.searcher import OPEN_END, BudgetedSearch, SearchRun, SearchState
 
 __all__ = [
@@ -143,13 +144,13 @@ class GumbelSearch(BudgetedSearch):
                 noise = gumbel_noise(  # line 5: Gumbel noise
                     shape, seed=self.seed, step=step, sample=j, antithetic=self.antithetic
                 )
-                perturbed = logits + noise + problem.log_allowed
-                values = perturbed.detach().numpy()[None]
-                (found,) = feasible_choices(values, logits.detach(), problem)  # line 6: exact knapsack
+                perturbed = logits.detach() + noise + problem.log_allowed
+                (found,) = feasible_choices(
+                    perturbed.numpy()[None], logits.detach(), problem
+                )  # line 6: knapsack
                 choices = torch.from_numpy(found)
-                gates = straight_through(perturbed / tau, choices)  # line 7: forward z, backward softmax
-                drawn.append((choices, gates))
-                yield gates.detach()
+                drawn.append((choices, torch.softmax(perturbed / tau, dim=-1)))
+                yield one_hot(found, problem.num_options)  # line 7: forward z, backward softmax
 
         with run.allowance():
             for step in run.steps(schedule.steps, cost=state.step_cost):  # line 2
@@ -164,10 +165,10 @@ class GumbelSearch(BudgetedSearch):
 
                 losses, gradient, prices = [], torch.zeros_like(logits), torch.zeros_like(logits)  # line 3
                 # The order of the sums is fixed here, whichever rank has evaluated a sample.
-                for (choices, gates), some, (loss, slope) in zip(drawn, batches, evaluated, strict=True):
+                for (choices, soft), some, (loss, slope) in zip(drawn, batches, evaluated, strict=True):
                     slope = state.corrected(choices, slope)
-                    (sample_gradient,) = torch.autograd.grad(gates, logits, slope)  # line 7: chain rule
-                    gradient += sample_gradient / schedule.samples
+                    mean_slope = (soft * slope).sum(dim=-1, keepdim=True)
+                    gradient += soft * (slope - mean_slope) / (tau * schedule.samples)  # line 7: chain rule
                     prices += slope / schedule.samples
                     losses.append(loss)
                     state.best.add(choices.numpy(), some, loss)
@@ -360,8 +361,9 @@ class GumbelState(SearchState):
         """A sample's gradient in the gates (N, K), plus the curvature's cost of leaving its choices."""
         if self.interaction is not None:
             self.interaction.add(choices, slope)
-        if self.measured is not None:
+        if self.measured is not None:  # for the exchanges; too noisy while it is being measured
             self.measured.add(choices, slope)
+            return slope
         curved = self.evaluator.switch_curvature(choices) if self.settings.curvature else None
         return slope if curved is None else slope + curved
 
