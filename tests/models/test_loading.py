@@ -216,8 +216,8 @@ def test_tensors_that_are_not_in_the_checkpoint(folder):
         ({"is_encoder_decoder": True}, "not a decoder-only language model"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "not a decoder-only language model"),
         (
-            {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
-            "'mamba' is not supported yet; supported",
+            {"model_type": "mamba9", "architectures": ["Mamba9ForCausalLM"]},
+            "does not know the architecture 'mamba9'",
         ),
         ({"model_type": "own", "auto_map": {}, "architectures": None}, "needs the Python code it ships"),
         ({"model_type": None}, "names no model_type"),

@@ -25,9 +25,10 @@ from rco.formats.base import EncodeSettings, Format, Stored
 from rco.formats.hessian import HessianAccumulator
 from rco.formats.removed import REMOVED
 from rco.formats.stacks import stack_rows
-from rco.models.capture import BlockInputs, linear_inputs
+from rco.models.capture import BlockInputs, WholePasses, block_inputs, linear_inputs
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
+from rco.models.moe.decisions import watch_decisions
 from rco.models.moe.expert_statistics import ExpertHessians
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import ExpertLinear, original_stacks
@@ -108,15 +109,16 @@ def candidate_identity(
 
 
 def blocks_of(plan: CompressionPlan) -> list[list[LinearInfo]]:
-    """The plan's linears by block, the output layer in one of its own at the end."""
+    """The plan's linears by block; those outside of the blocks, and the output layer, have one of their own."""
     by_block: dict[int, list[LinearInfo]] = {}
+    outer: list[LinearInfo] = []
     head: list[LinearInfo] = []
     for info in plan.linears:
-        if info.block is None:
-            head.append(info)
-        else:
+        if info.block is not None:
             by_block.setdefault(info.block, []).append(info)
-    return [by_block[index] for index in sorted(by_block)] + ([head] if head else [])
+        else:
+            (head if info.role == "head" else outer).append(info)
+    return [by_block[index] for index in sorted(by_block)] + [each for each in (outer, head) if each]
 
 
 def build_candidates(
@@ -160,7 +162,7 @@ def build_candidates(
     if not missing:
         return
     inputs = (
-        BlockInputs.capture(
+        block_inputs(
             loaded.model, loaded.layout, calibration.tokens, batch_size=settings.batch_size, storage="cpu"
         )
         if settings.method == "gptq"
@@ -175,24 +177,26 @@ def build_candidates(
         hessians: dict[str, HessianAccumulator] = {}
         experts: ExpertHessians | None = None
         if inputs is not None:
-            block = group[0].block
+            block, outer = group[0].block, group[0].role == "outer"
             target = len(loaded.layout.blocks(loaded.model)) if block is None else block
-            while inputs.position < target:
+            while inputs.position < target and not outer:
                 inputs.advance()
             if sparse is not None:
                 experts = ExpertHessians(sparse, calibration.tokens.numel(), settings.expert_tokens)
-            hessians = (
-                _head_hessian(loaded, inputs, group[0])
-                if block is None
-                else _block_hessians(loaded, inputs, linears, experts)
-            )
+            if outer:
+                hessians = _outer_hessians(loaded, calibration.tokens, settings.batch_size, linears)
+            elif block is None:
+                hessians = _head_hessian(loaded, inputs, group[0])
+            else:
+                hessians = _block_hessians(loaded, inputs, linears, experts)
         candidates: dict[str, dict[str, Stored]] = {}
         statistics: dict[str, dict[str, dict[str, Any]]] = {}
         for info in linears:
             accumulator, grids = hessians.get(info.name), _grids(plan, info)
             packed, errors, relative = quantize_matrix(
                 info.weight.detach().float(),
-                None if accumulator is None else accumulator.matrix(),
+                # A linear whose weight is read without calling it, or that no token reaches, is rounded to nearest.
+                None if accumulator is None or not accumulator.tokens else accumulator.matrix(),
                 list(grids.values()),
                 settings.arguments(),
                 storage_dtype,
@@ -281,8 +285,21 @@ def _shared_inputs(loaded: LoadedModel, group: Sequence[LinearInfo]) -> dict[str
     return source
 
 
+def _outer_hessians(
+    loaded: LoadedModel, tokens: Tensor, batch_size: int, linears: Sequence[LinearInfo]
+) -> dict[str, HessianAccumulator]:
+    """Hessians of linears outside of the blocks, from whole passes."""
+    found = {info.name: HessianAccumulator(info.in_features, device=info.weight.device) for info in linears}
+    with linear_inputs(loaded.model, found, lambda name, x: found[name].add(x)):
+        WholePasses(loaded.model, loaded.layout, tokens, batch_size).finish()
+    return found
+
+
 def _block_hessians(
-    loaded: LoadedModel, inputs: BlockInputs, group: Sequence[LinearInfo], experts: ExpertHessians | None
+    loaded: LoadedModel,
+    inputs: BlockInputs | WholePasses,
+    group: Sequence[LinearInfo],
+    experts: ExpertHessians | None,
 ) -> dict[str, HessianAccumulator]:
     source = _shared_inputs(loaded, group)
     first = {info.path: info for info in group}
@@ -298,15 +315,13 @@ def _block_hessians(
     with ExitStack() as stack:
         stack.enter_context(linear_inputs(block, accumulators, add))
         if experts is not None:
-            collect = experts.add
-            hook = experts.layer.block.register_forward_pre_hook(lambda _, args: collect(args[0]))
-            stack.callback(hook.remove)
+            stack.enter_context(watch_decisions(experts.layer, experts.add))
         inputs.advance()  # candidates use the full model's states, so this pass also yields the next block's inputs
     return {name: accumulators[path] for name, path in source.items()}
 
 
 def _head_hessian(
-    loaded: LoadedModel, inputs: BlockInputs, head: LinearInfo
+    loaded: LoadedModel, inputs: BlockInputs | WholePasses, head: LinearInfo
 ) -> dict[str, HessianAccumulator]:
     accumulator = HessianAccumulator(head.in_features, device=head.weight.device)
     for rows in inputs.finish():

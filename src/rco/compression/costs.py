@@ -253,20 +253,27 @@ class Costs:
     @cached_property
     def parameters(self) -> int:
         """Divisor of an average: number of weights, for active bits each times the tokens that read it."""
-        return sum(
+        return self._unread_weights + sum(
             member.parameters * self.weight(member)
             for group in self.plan.groups
             if self.counts(group)
             for member in group.members
         )
 
+    @property
+    def _unread_weights(self) -> int:
+        """Weights of experts that are left unchanged; for active bits as if every token read them."""
+        tokens = self.visits.tokens if self.kind == "active_bits" and self.visits is not None else 1
+        return tokens * sum(each.weight.numel() for each in self.plan.unread)
+
     @cached_property
     def fixed(self) -> int:
-        """Bytes or parameters that no choice changes."""
+        """Bytes, parameters or bits that no choice changes."""
         if self.plan.removes_only:
             return self.shares.fixed
         if self.kind != "size":
-            return 0
+            widths = {each.weight.dtype.itemsize * 8 for each in self.plan.unread}
+            return self._unread_weights * max(widths, default=0)
         if self.plan.gguf is not None:
             return self.plan.gguf.fixed_bytes(self.plan.linears)
         names = [info.name for info in self.plan.linears]
@@ -274,7 +281,7 @@ class Costs:
 
     def total(self, amount: Fraction) -> Fraction:
         """A user's budget of packed weights in the units of the matrix."""
-        return amount - self.fixed if self.kind == "size" else amount * self.parameters
+        return (amount if self.kind == "size" else amount * self.parameters) - self.fixed
 
     def describe(self, units: float) -> str:
         """A number of units of the matrix in the user's terms."""
@@ -282,7 +289,7 @@ class Costs:
             return f"{units:.1f} experts kept" if self.kind == "experts" else f"{units:,.0f} units"
         if self.kind == "size":
             return f"{units + self.fixed:,.0f} bytes"
-        return f"{units / self.parameters:.4f} {self.kind.replace('_', ' ')}"
+        return f"{(units + self.fixed) / self.parameters:.4f} {self.kind.replace('_', ' ')}"
 
     def _least(self, allowed: np.ndarray) -> np.ndarray:
         """(N,) costs of the cheapest assignment that keeps each router's top-k experts."""
@@ -322,5 +329,6 @@ class Costs:
         if self.kind == "size":
             return f"{low + self.fixed:,} bytes", f"{high + self.fixed:,} bytes"
         # Rounded inwards, so that both printed ends are feasible.
+        low, high = low + self.fixed, high + self.fixed
         ends = ceil(Fraction(low, self.parameters) * 10**5), floor(Fraction(high, self.parameters) * 10**5)
         return f"{ends[0] / 10**5:g}", f"{ends[1] / 10**5:g}"

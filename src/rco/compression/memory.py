@@ -92,9 +92,10 @@ def saved_bytes_per_token(
                 if count:
                     entering = lone.hidden.detach().requires_grad_(True)
                     total += count * _saved_bytes(lone, lone.held, tokens, entering) / tokens
-    with computing_in(norm, dtype):
-        leaving = lone.hidden.detach().requires_grad_(True)
-        total += _saved_bytes(norm, norm.parameters(), tokens, leaving) / tokens
+    if norm is not None:
+        with computing_in(norm, dtype):
+            leaving = lone.hidden.detach().requires_grad_(True)
+            total += _saved_bytes(norm, norm.parameters(), tokens, leaving) / tokens
     return total
 
 

@@ -20,6 +20,7 @@ from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
 from rco.formats.removed import REMOVED
 from rco.models.layout import Layout, LinearInfo
+from rco.models.moe.finding import UnreadExperts
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import EXPERT_ROLE, ExpertLinear
 
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 _REMOVAL_LOCKS: dict[str, Format] = {"keep": ORIGINAL, "prune": REMOVED}
-ROLES = ("attention", "mlp", EXPERT_ROLE, "shared_expert", "head")
+ROLES = ("attention", "mlp", EXPERT_ROLE, "shared_expert", "outer", "head")
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class CompressionPlan:
     engine: Engine
     skipped: tuple[str, ...] = field(default=())  # unquantized linears outside the budget
     gguf: GGUFFile | None = None
+    unread: tuple[UnreadExperts, ...] = ()  # counted at their original width
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -202,11 +204,12 @@ def make_plan(
     experts: ExpertGroups | None = None,
     allow_prune: bool = False,
     gguf: GGUFFile | None = None,
+    unread: Sequence[UnreadExperts] = (),
 ) -> CompressionPlan:
     """Make groups and options from the user's settings.
 
     Args:
-        layout: Row of the architecture table.
+        layout: The model's layout.
         linears: All linears, the output layer last; it is included only if a lock names it.
         widths: Widths to choose from; 16 keeps a linear unquantized. None: all that the engine supports.
         formats: Further formats to choose from; for ``serve="any"``.
@@ -220,18 +223,29 @@ def make_plan(
         experts: Matrices of experts that share a width; None: those of one expert, or as the engine needs.
         allow_prune: Make removal an option of every expert; the problem keeps at least each router's top-k.
         gguf: The model's tensors in a GGUF file, for an engine that reads one.
+        unread: Experts that could not be verified: unchanged, and counted in the budget.
     """
     engine = find_engine(serve)
     if engine.gguf != (gguf is not None):
         raise ValueError(f"`serve='{serve}'` {'needs' if engine.gguf else 'does not take'} a GGUF file.")
     if engine.gguf and symmetric is not None:
         raise ValueError(f"`serve='{serve}'`: each block type has its own grid; leave out `symmetric`.")
+    if engine.fused and layout.fused_paths is None:
+        raise ValueError(
+            f"`serve='{serve}'` merges some linears of a block into one matrix, and which ones is not known for "
+            f"{layout.model_type}: use `serve='any'` or `serve='transformers'`, or add the architecture to "
+            "rco.models.layout.FUSED."
+        )
     if formats and engine.name != "any":
         raise ValueError(f"`serve='{serve}'` does not load the formats {', '.join(f.name for f in formats)}.")
     widths = tuple(sorted(set(engine.widths if widths is None else widths)))
     sparse = any(info.role == EXPERT_ROLE for info in linears)
     experts = _expert_groups(engine, experts, sparse=sparse, allow_prune=allow_prune)
     locked = _parse_locks(locks, linears, widths)
+    if engine.format == "compressed-tensors":
+        for info in linears:
+            if info.path in layout.unpackable and info.block is not None:
+                locked.setdefault(info.name, ORIGINAL.bits)
     skipped_names = {info.name for pattern in skips for info in _matching(pattern, "skip", linears)}
     # An engine's rules for packed experts bind only those that will be packed.
     packed_experts = [
@@ -298,7 +312,15 @@ def make_plan(
         groups.append(Group(_cluster_name(members), tuple(members), fitting))
     every = _ordered({*offered, *(each for group in groups for each in group.options)})
     return CompressionPlan(
-        tuple(groups), tuple(chosen), every, group_size, symmetric, engine, tuple(skipped), gguf
+        tuple(groups),
+        tuple(chosen),
+        every,
+        group_size,
+        symmetric,
+        engine,
+        tuple(skipped),
+        gguf,
+        tuple(unread),
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rco.models.checkpoint_files import file_sha256, folder_fingerprint, read_config, weight_files
 from rco.models.device_map import DeviceMap
-from rco.models.layout import ARCHITECTURES, Layout, layout_for
+from rco.models.layout import Layout, layout_for
 from rco.models.zoo import ModelError, builtin_models, find_builtin, near_matches
 from rco.requirements import find_problem, require
 
@@ -45,12 +45,12 @@ _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 @dataclass(eq=False)
 class LoadedModel:
-    """A causal language model ready for work: evaluation mode, no gradients, its row of the architecture table.
+    """A causal language model ready for work: evaluation mode, no gradients, its layout.
 
     Attributes:
         model: The model.
         tokenizer: Its tokenizer; None only for a model that was wrapped without one.
-        layout: Its row of the architecture table.
+        layout: Its blocks, linears and output layer.
         name: Name given by the user.
         path: Its folder; None for a model that was made in memory.
     """
@@ -247,10 +247,10 @@ def _download(hub_id: str) -> Path:
 
 
 def check_config(config: dict[str, Any], label: str, trust_remote_code: bool = False) -> None:
-    """Raise an error unless a config is that of a supported causal language model.
+    """Raise an error unless a config is that of a causal language model that transformers can build.
 
     Raises:
-        ModelError: Encoder-decoder, no language-model head, needs its own code, or not in the table.
+        ModelError: Encoder-decoder, no language-model head, needs its own code, or unknown to transformers.
     """
     architectures = [str(entry) for entry in config.get("architectures") or []]
     shown = f"{label} ({', '.join(architectures) or config['model_type']})"
@@ -260,11 +260,19 @@ def check_config(config: dict[str, Any], label: str, trust_remote_code: bool = F
             f"{shown} is not a decoder-only language model; pass one whose config names an architecture that ends "
             "in ForCausalLM."
         )
-    if "auto_map" in config and not trust_remote_code and config["model_type"] not in ARCHITECTURES:
+    known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+    if config["model_type"] in known:
+        return
+    if "auto_map" not in config:
+        version = _transformers().__version__
+        raise ModelError(
+            f"transformers {version} does not know the architecture {config['model_type']!r} of {shown}; use a "
+            "version that does."
+        )
+    if not trust_remote_code:
         raise ModelError(
             f"{shown} needs the Python code it ships; pass trust_remote_code=True if you trust it."
         )
-    layout_for(str(config["model_type"]))
 
 
 def refuse_quantized(config: Any, label: str) -> None:
@@ -337,9 +345,9 @@ def _from_pretrained(folder: Path, label: str, **keywords: Any) -> nn.Module:
     transformers = _transformers()
     try:
         with without_progress_bars(transformers):
-            model, report = _model_class(folder, transformers).from_pretrained(
-                folder, output_loading_info=True, local_files_only=True, **keywords
-            )
+            model, report = _model_class(
+                folder, transformers, keywords.get("trust_remote_code", False)
+            ).from_pretrained(folder, output_loading_info=True, local_files_only=True, **keywords)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
         raise ModelError(f"{label} could not be loaded: {_first_line(error)}") from error
     missing = sorted(report.get("missing_keys") or ())
@@ -362,7 +370,7 @@ def _unpacked(model: Any) -> nn.Module:
     return cast(nn.Module, model)
 
 
-def _model_class(folder: Path, transformers: Any) -> Any:
+def _model_class(folder: Path, transformers: Any, own_code: bool = False) -> Any:
     """The class to load with: the stock one, or the one that builds experts as configured.
 
     With counts per layer, experts are cut to size; with a precision per expert, they are built separately. A
@@ -372,7 +380,13 @@ def _model_class(folder: Path, transformers: Any) -> Any:
     text = config.get("text_config") or config
     listed, separate = text.get("num_experts_per_layer"), text.get("separate_experts")
     if not listed and not separate:
-        return transformers.AutoModelForCausalLM
+        if own_code and "auto_map" in config:
+            return transformers.AutoModelForCausalLM
+        # A checkpoint with more than a language part is loaded with the class that it names.
+        named = next(
+            (str(entry) for entry in config.get("architectures") or [] if entry.endswith(_CAUSAL)), ""
+        )
+        return getattr(transformers, named, transformers.AutoModelForCausalLM)
     from rco.models.moe.layers import MOE_ARCHITECTURES
     from rco.models.remote_code.modeling_pruned_experts import pruned_class
     from rco.models.remote_code.modeling_unfused_experts import unfused_class

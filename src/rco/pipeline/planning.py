@@ -27,7 +27,7 @@ from rco.models.device_map import DeviceMap
 from rco.models.loading import LoadedModel, load_model, locate_model, refuse_quantized
 from rco.models.moe.expert_removal import keep_plan
 from rco.models.moe.layers import moe_layers
-from rco.models.moe.linears import model_linears
+from rco.models.moe.linears import model_linears, unread_experts
 from rco.models.precision import compute_dtype
 from rco.pipeline.checkpoints import check_format, check_recipe
 from rco.pipeline.configs import CompressConfig, PruneConfig, QuantizeConfig
@@ -161,6 +161,7 @@ def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
         experts=_expert_groups(config),
         allow_prune=config.allow_prune,
         gguf=GGUFFile.of(loaded.layout, loaded.model) if engine.gguf else None,
+        unread=unread_experts(loaded.model),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from rco.models.layout import Layout, LinearInfo, text_config
+from rco.models.moe.finding import UnreadExperts, find_layers
 from rco.models.moe.layers import MOE_ARCHITECTURES, MoELayer, moe_layers
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "original_stacks",
     "sparse_layers",
     "stacked_parameters",
+    "unread_experts",
 ]
 
 Projection = Literal["gate", "up", "down"]
@@ -86,7 +88,13 @@ def sparse_layers(model: nn.Module) -> list[MoELayer]:
     """The sparse layers of a model; none for a dense one."""
     config: Any = model.config
     text = text_config(config)
-    return moe_layers(model) if text.model_type in MOE_ARCHITECTURES else []
+    return moe_layers(model) if text.model_type in MOE_ARCHITECTURES else find_layers(model)[0]
+
+
+def unread_experts(model: nn.Module) -> list[UnreadExperts]:
+    """Stacked matrices that could not be verified, and are left unchanged."""
+    config: Any = model.config
+    return [] if text_config(config).model_type in MOE_ARCHITECTURES else find_layers(model)[1]
 
 
 def original_stacks(layer: MoELayer) -> tuple[Tensor, Tensor]:
@@ -160,13 +168,16 @@ def _projection_shapes(layer: MoELayer) -> list[tuple[int, int]]:
 def model_linears(layout: Layout, model: nn.Module, *, include_head: bool = False) -> list[LinearInfo]:
     """Every linear of a model, block by block, the experts of a sparse layer after the others of its block."""
     linears = layout.linears(model, include_head=include_head)
-    layers = {layer.decoder_index: layer for layer in sparse_layers(model)}
+    layers = sparse_layers(model)
     if not layers:
         return linears
     blocks: dict[int | None, list[LinearInfo]] = {}
     for info in linears:
         blocks.setdefault(info.block, []).append(info)
-    for block, layer in layers.items():
-        blocks.setdefault(block, []).extend(expert_linears(layer))
+    for layer in layers:
+        blocks.setdefault(layer.decoder_index, []).extend(expert_linears(layer))
     numbers = sorted(block for block in blocks if block is not None)
-    return [info for block in numbers for info in blocks[block]] + blocks.get(None, [])
+    outside = blocks.get(None, [])
+    outer = [info for info in outside if info.role != "head"]
+    head = [info for info in outside if info.role == "head"]
+    return [*outer, *(info for block in numbers for info in blocks[block]), *head]
