@@ -59,6 +59,7 @@ def write(model_type: str, folder: Path) -> dict:
         serve="transformers",
         locks=["experts=16"] if stacked else [],
         unread=unread,
+        unpackable=loaded.layout.unpackable(loaded.model),
     )
     settings = CandidateSettings(sweeps=0, expert_tokens=0, batch_size=2)
     compression = Compression(loaded, plan, folder / "store", settings=settings)

@@ -7,7 +7,7 @@ serving engine become constraints here, before any work, so that the engine load
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -205,6 +205,7 @@ def make_plan(
     allow_prune: bool = False,
     gguf: GGUFFile | None = None,
     unread: Sequence[UnreadExperts] = (),
+    unpackable: Collection[str] = (),
 ) -> CompressionPlan:
     """Make groups and options from the user's settings.
 
@@ -224,6 +225,7 @@ def make_plan(
         allow_prune: Make removal an option of every expert; the problem keeps at least each router's top-k.
         gguf: The model's tensors in a GGUF file, for an engine that reads one.
         unread: Experts that could not be verified: unchanged, and counted in the budget.
+        unpackable: Paths of linears that a packed checkpoint cannot hold: locked at 16 bits.
     """
     engine = find_engine(serve)
     if engine.gguf != (gguf is not None):
@@ -244,7 +246,7 @@ def make_plan(
     locked = _parse_locks(locks, linears, widths)
     if engine.format == "compressed-tensors":
         for info in linears:
-            if info.path in layout.unpackable and info.block is not None:
+            if info.path in unpackable and info.block is not None:
                 locked.setdefault(info.name, ORIGINAL.bits)
     skipped_names = {info.name for pattern in skips for info in _matching(pattern, "skip", linears)}
     # An engine's rules for packed experts bind only those that will be packed.

@@ -112,7 +112,6 @@ class Layout:
         fused_paths: Sets of linears that serving engines merge into one matrix. They have the same input, so one
             input statistic is enough for a set. None: unknown for this architecture.
         kept: Linears that are never compressed: routers, and gates of one row.
-        unpackable: Linears that stock transformers reads before a packed checkpoint is loaded.
         tail: Steps after the last block.
     """
 
@@ -123,7 +122,6 @@ class Layout:
     outer_paths: tuple[str, ...]
     fused_paths: tuple[tuple[str, ...], ...] | None
     kept: tuple[str, ...]
-    unpackable: tuple[str, ...]
     tail: Tail
 
     # ------------------------------------------------------------------ blocks and linears
@@ -222,6 +220,10 @@ class Layout:
             for group in self.fused_paths or ()
         )
         return [names for names in sets if len(names) > 1]
+
+    def unpackable(self, model: nn.Module) -> tuple[str, ...]:
+        """Paths of linears that stock transformers reads before a packed checkpoint is loaded."""
+        return read_at_start(model, [block for _, block in self.blocks(model)])
 
     # ------------------------------------------------------------------ the two ends
 
@@ -335,7 +337,7 @@ FUSED: dict[str, tuple[tuple[str, ...], ...]] = dict(_fused())
 
 # ---------------------------------------------------------------------- finding
 
-_checked: dict[str, tuple[Tail, tuple[str, ...]]] = {}
+_checked: dict[str, Tail] = {}
 
 
 def layout_for(model: nn.Module) -> Layout:
@@ -365,10 +367,8 @@ def layout_for(model: nn.Module) -> Layout:
     assert isinstance(parameter, Tensor)
     key = f"{type(model).__qualname__} {parameter.device.type} {parameter.dtype} {_as_text(config)}"
     if key not in _checked:
-        tail = check_tail(model, head, _candidate_lists(model, depth), text)
-        walked = cast(nn.ModuleList, _get(model, tail.blocks, model_type))
-        _checked[key] = tail, read_at_start(model, list(walked))
-    tail, unpackable = _checked[key]
+        _checked[key] = check_tail(model, head, _candidate_lists(model, depth), text)
+    tail = _checked[key]
     blocks = cast(nn.ModuleList, _get(model, tail.blocks, model_type))
     kept = inspect_blocks(blocks)
     paths: dict[str, None] = {}
@@ -395,7 +395,6 @@ def layout_for(model: nn.Module) -> Layout:
         outer_paths=tuple(outer),
         fused_paths=FUSED.get(model_type),
         kept=kept,
-        unpackable=unpackable,
         tail=tail,
     )
 

@@ -162,6 +162,7 @@ def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
         allow_prune=config.allow_prune,
         gguf=GGUFFile.of(loaded.layout, loaded.model) if engine.gguf else None,
         unread=unread_experts(loaded.model),
+        unpackable=loaded.layout.unpackable(loaded.model),
     )
 
 
