@@ -22,11 +22,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rco.models.layout import Layout
 from rco.models.precision import computing_in
+from rco.models.sequences import whole_sequences
 from rco.models.skeleton import BlockCall, Reached, stood_in
+from rco.models.zoo import ModelError
 
 __all__ = [
     "BlockInputs",
     "LoneBlock",
+    "LoneBlockError",
     "WholePasses",
     "block_inputs",
     "block_kinds",
@@ -266,6 +269,10 @@ def _finished(model: nn.Module, layout: Layout, hidden: Tensor) -> Tensor:
         return layout.final_hidden(model, ids)
 
 
+class LoneBlockError(ModelError):
+    """A block needs more than its own input, so that it cannot be run alone."""
+
+
 @dataclass(frozen=True)
 class LoneBlock:
     """One block with the arguments from the model, in the type to compute in.
@@ -281,7 +288,10 @@ class LoneBlock:
 
     def __call__(self, hidden: Tensor | None = None) -> Tensor:
         """The block's output (1, T, H); gradients flow if they are enabled."""
-        return self._call.run(self.block, self.hidden if hidden is None else hidden)
+        try:
+            return self._call.run(self.block, self.hidden if hidden is None else hidden)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise LoneBlockError(f"A {type(self.block).__name__} cannot be run by itself: {error}") from error
 
     @property
     def held(self) -> list[Tensor]:
@@ -299,7 +309,12 @@ def lone_block(
     """Block ``index`` ready to run on ``tokens`` tokens in ``dtype``; its own type is restored on exit.
 
     Only the embedding of the tokens is computed.
+
+    Raises:
+        LoneBlockError: The block needs more than its own input.
     """
+    if not layout.tail.chained:
+        raise LoneBlockError(f"The blocks of {type(model).__name__} do not form a chain.")
     embedding = layout.embedding(model).weight
     ids = torch.arange(tokens, device=embedding.device)[None] * 7919 % embedding.shape[0]
     first, calls = _trace(model, layout, ids)
@@ -345,8 +360,9 @@ def _trace(model: nn.Module, layout: Layout, ids: Tensor) -> tuple[Tensor, list[
             raise Reached
         return hidden
 
-    with stood_in(blocks, record, returned=layout.tail.returned), suppress(Reached):
-        layout.entry(model)(input_ids=ids, use_cache=False)
+    entry = layout.entry(model)
+    with stood_in(blocks, record, returned=layout.tail.returned), suppress(Reached), whole_sequences(entry):
+        entry(input_ids=ids, use_cache=False)
     return entered[0], calls
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "load",
     "load_model",
     "locate_model",
+    "outline_model",
     "pick_device",
     "refuse_quantized",
     "without_progress_bars",
@@ -53,6 +54,7 @@ class LoadedModel:
         layout: Its blocks, linears and output layer.
         name: Name given by the user.
         path: Its folder; None for a model that was made in memory.
+        place: Device for which a model without weights is planned.
     """
 
     model: nn.Module
@@ -61,6 +63,7 @@ class LoadedModel:
     name: str
     path: Path | None
     _hash: Callable[[], str] = field(repr=False)
+    place: torch.device | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -70,7 +73,7 @@ class LoadedModel:
     @property
     def device(self) -> torch.device:
         """Device of the token embedding."""
-        return self.layout.embedding(self.model).weight.device
+        return self.place or self.layout.embedding(self.model).weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,6 +143,33 @@ def load_model(
     return LoadedModel(model, tokenizer, layout_for(model), label, folder, fingerprint)
 
 
+def outline_model(
+    name: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu"
+) -> LoadedModel:
+    """A model without weights, on the meta device, for planning; arguments as for :func:`load_model`.
+
+    Of a Hub model only the config is downloaded. A GGUF file is loaded in full.
+    """
+    folder, gguf_file = locate_model(name, weights=False)
+    if gguf_file is not None:
+        return load_model(name, dtype=dtype, device=device)
+    label, config = str(name), read_config(folder)
+    check_config(config, label)
+    chosen = _checkpoint_dtype(config, label) if dtype == "auto" else _as_dtype(dtype)
+    transformers = _transformers()
+    described = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    cls = _model_class(folder, transformers)
+    build = cls.from_config if cls is transformers.AutoModelForCausalLM else cls._from_config
+    with torch.device("meta"):
+        model = build(described, dtype=chosen)
+    model.eval().requires_grad_(False)
+
+    def no_weights() -> str:
+        raise ModelError(f"{label} was outlined without weights, so it has no fingerprint.")
+
+    return LoadedModel(model, None, layout_for(model), label, folder, no_weights, pick_device(device))
+
+
 def wrap_model(model: nn.Module, tokenizer: Any = None, *, name: str = "model") -> LoadedModel:
     """Make a :class:`LoadedModel` of a model that is already in memory; puts it in evaluation mode."""
     layout = layout_for(model)
@@ -184,8 +214,10 @@ def pick_device(device: str | torch.device) -> torch.device:
 # ---------------------------------------------------------------------- finding
 
 
-def locate_model(name: str | Path) -> tuple[Path, str | None]:
+def locate_model(name: str | Path, *, weights: bool = True) -> tuple[Path, str | None]:
     """Folder of a model, downloading it if it is a Hub id; and the name of its GGUF file, if it is one.
+
+    Without ``weights`` only the config of a Hub model is downloaded.
 
     A built-in name wins over a folder of the same name; write ``./name`` to mean the folder.
     """
@@ -206,10 +238,10 @@ def locate_model(name: str | Path) -> tuple[Path, str | None]:
         raise ModelError(
             f"There is no folder {text}. Pass a model folder, a Hub id, or a built-in name ({known})."
         )
-    return _download(text), None
+    return _download(text, weights), None
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, weights: bool = True) -> Path:
     """A Hub model's folder in the local cache; the config comes first, so that unsupported models fail early."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -222,6 +254,8 @@ def _download(hub_id: str) -> Path:
     try:
         folder = Path(snapshot_download(hub_id, allow_patterns=["config.json"]))
         check_config(read_config(folder), hub_id, trust_remote_code=True)
+        if not weights:
+            return folder
         folder = Path(snapshot_download(hub_id, allow_patterns=[*_SMALL_FILES, "*.py", "*.safetensors"],
                                         ignore_patterns=["original/*", "consolidated*"]))  # fmt: skip
         if not any(folder.glob("*.safetensors")):

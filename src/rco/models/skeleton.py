@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rco.models.sequences import whole_sequences
 from rco.models.zoo import ModelError
 
 __all__ = [
@@ -273,6 +274,7 @@ def _run(
                 hook = module.register_forward_hook(watch(name), with_kwargs=True)
                 stack.callback(hook.remove)
         stack.enter_context(replaced_forward([*blocks, head], [*map(block_forward, blocks), head_forward]))
+        stack.enter_context(whole_sequences(entry))  # its checks read values, which the meta device has not
         output = entry(input_ids=_ids(model), use_cache=False)
     if entry is model:
         trace.logits = output.logits
@@ -361,13 +363,15 @@ def _after_head(trace: _Trace, config: Any, name: str) -> tuple[float, float | N
 class _Watched(nn.Module):
     """A stand-in for a linear that notes when its weight is read."""
 
-    def __init__(self) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
+        self._tensors = {"weight": (linear.weight,), "bias": (linear.bias,)}  # not parameters of this module
         self.read = False
 
     def __getattr__(self, name: str) -> Any:
         if name in ("weight", "bias"):
-            self.read = True
+            self.read |= name == "weight"
+            return self._tensors[name][0]
         return super().__getattr__(name)
 
 
@@ -389,7 +393,8 @@ def read_at_start(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[str, .
         linears = [path for path, module in clone.named_modules() if isinstance(module, nn.Linear)]
         for path in linears:
             parent, _, name = path.rpartition(".")
-            clone.get_submodule(parent)._modules[name] = _Watched()
+            owner = clone.get_submodule(parent)
+            owner._modules[name] = _Watched(cast(nn.Linear, owner._modules[name]))
         for module in clone.modules():
             if not isinstance(module, _Watched):
                 with suppress(AttributeError), torch.no_grad():

@@ -24,7 +24,7 @@ from rco.distributed import Ranks
 from rco.export.compressed_tensors import check_exportable
 from rco.models.checkpoint_files import read_config
 from rco.models.device_map import DeviceMap
-from rco.models.loading import LoadedModel, load_model, locate_model, refuse_quantized
+from rco.models.loading import LoadedModel, load_model, locate_model, outline_model, refuse_quantized
 from rco.models.moe.expert_removal import keep_plan
 from rco.models.moe.layers import moe_layers
 from rco.models.moe.linears import model_linears, unread_experts
@@ -90,6 +90,8 @@ def plan_compression(
     progress: Progress | None = None,
     ranks: Ranks | None = None,
     given: LoadedModel | None = None,
+    *,
+    outline: bool = False,
 ) -> Planned:
     """Load the model, make groups and problem, and check all settings before expensive work.
 
@@ -98,11 +100,14 @@ def plan_compression(
         progress: Receives the progress of candidates or scores.
         ranks: Processes that share the work.
         given: A model in memory, instead of the one named in ``config``.
+        outline: Plan without the model's weights, from its config alone, unless the budget depends on them.
     """
     budget = Budget.parse(**config.budgets())
     configured_searcher(config)
     _check_sources(config)
     ranks = ranks or Ranks()
+    if outline and given is None and budget.kind != "active_bits":
+        given = _outline(config)
     loaded = _load(config, ranks, given)
     folder = run_folder(config, budget)
     computing = compute_dtype(config.compute, loaded.device, loaded.dtype)
@@ -233,6 +238,13 @@ def _load(config: CompressConfig, ranks: Ranks, given: LoadedModel | None) -> Lo
         device=ranks.device(config.device, device_map is not None),
         device_map=device_map,
     )
+
+
+def _outline(config: CompressConfig) -> LoadedModel:
+    """The model without its weights."""
+    outlined = outline_model(config.model, dtype=config.dtype, device=config.device)
+    refuse_quantized(outlined.model.config, config.model)
+    return outlined
 
 
 def _needed_visits(
