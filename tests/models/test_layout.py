@@ -170,6 +170,28 @@ def test_any_linear_of_a_block_is_found():
     assert len(names) == 22
 
 
+class Grouped(nn.Linear):
+    """Multiplies parts of its input with parts of its weight, as some architectures do."""
+
+    def forward(self, x):
+        return nn.functional.linear(x[..., :2], self.weight[:, :2])
+
+
+class Spelled(nn.Linear):
+    """The same product as a linear, written differently."""
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+def test_a_subclass_of_linear_is_taken_only_if_it_computes_the_product():
+    model = tiny_model("llama")
+    model.model.layers[2].grouped, model.model.layers[2].spelled = Grouped(4, 4), Spelled(4, 4)
+    names = [info.name for info in layout_for(model).linears(model)]
+    assert "model.layers.2.spelled" in names
+    assert "model.layers.2.grouped" not in names
+
+
 def test_what_is_no_language_model_is_refused():
     with pytest.raises(ModelError, match="Linear is not a causal language model of transformers"):
         layout_for(nn.Linear(2, 2))

@@ -16,7 +16,7 @@ from rco.compression.plan import make_plan
 from rco.core.problem import Allocation
 from rco.export.compressed_tensors import CompressedTensorsExporter
 from rco.export.dense import DenseExporter
-from rco.models.loading import wrap_model
+from rco.models.loading import LoadedModel, wrap_model
 from rco.models.moe.linears import model_linears, unread_experts
 from rco.testing.search_cases import random_tokens
 from rco.testing.tiny_models import tiny_model
@@ -27,23 +27,28 @@ import json, sys, torch, transformers
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 ids = torch.tensor(json.loads(sys.argv[1]))
-for folder in sys.argv[2:]:
+for folder in sys.argv[3:]:
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = getattr(transformers, sys.argv[2]).from_pretrained(
             folder, dtype="auto", output_loading_info=True
         )
         with torch.no_grad():
             logits = model.eval()(input_ids=ids, use_cache=False).logits
         lost = sorted(report["missing_keys"]) + sorted(report["unexpected_keys"])
-        torch.save({"logits": logits, "lost": lost, "error": None}, f"{folder}/found.pt")
+        found = {"logits": logits, "lost": lost, "class": type(model).__name__, "error": None}
+        torch.save(found, f"{folder}/found.pt")
     except Exception as error:
         torch.save({"logits": None, "lost": [], "error": f"{type(error).__name__}: {error}"}, f"{folder}/found.pt")
 """
 
 
-def write(model_type: str, folder: Path) -> dict:
-    """Quantize a tiny model, write its checkpoint to ``folder / "model"``, and return what was done with it."""
-    loaded = wrap_model(tiny_model(model_type), name=model_type)
+def write(model_type: str, folder: Path, *, dense: bool = False) -> dict:
+    """Quantize a tiny model of an architecture; see :func:`quantize`."""
+    return quantize(wrap_model(tiny_model(model_type), name=model_type), folder, dense=dense)
+
+
+def quantize(loaded: LoadedModel, folder: Path, *, dense: bool = False) -> dict:
+    """Quantize a model, write its checkpoint to ``folder / "model"``, and return what was done with it."""
     linears = model_linears(loaded.layout, loaded.model, include_head=True)
     unread = unread_experts(loaded.model)
     # Conv1D modules are not packed by compressed-tensors; experts that checkpoints keep stacked are not either.
@@ -59,7 +64,7 @@ def write(model_type: str, folder: Path) -> dict:
         serve="transformers",
         locks=["experts=16"] if stacked else [],
         unread=unread,
-        unpackable=loaded.layout.unpackable(loaded.model),
+        unpackable=() if dense else loaded.layout.unpackable(loaded.model),
     )
     settings = CandidateSettings(sweeps=0, expert_tokens=0, batch_size=2)
     compression = Compression(loaded, plan, folder / "store", settings=settings)
@@ -77,7 +82,7 @@ def write(model_type: str, folder: Path) -> dict:
     with compression.apply(allocation) as applied:
         logits = applied.model(input_ids=IDS, use_cache=False).logits
     deployed, weights = compression.deployed(allocation)
-    if transposed:
+    if dense or transposed:
         DenseExporter().export(deployed, weights, folder / "model")
     else:
         CompressedTensorsExporter().export(deployed, weights, folder / "model", engine="transformers")
@@ -94,11 +99,11 @@ def write(model_type: str, folder: Path) -> dict:
     }
 
 
-def load_elsewhere(folders: list[Path]) -> list[dict]:
+def load_elsewhere(folders: list[Path], loader: str = "AutoModelForCausalLM") -> list[dict]:
     """What stock transformers computes from checkpoints, in a process that knows nothing of this package."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     subprocess.run(
-        [sys.executable, "-c", _LOADER, json.dumps(IDS.tolist()), *map(str, folders)],
+        [sys.executable, "-c", _LOADER, json.dumps(IDS.tolist()), loader, *map(str, folders)],
         check=True,
         capture_output=True,
         env=environment,

@@ -79,8 +79,13 @@ def saved_bytes_per_token(
     try:
         return _measured_bytes(loaded, linears, dtype, gated)
     except LoneBlockError:
-        # Input and output of every linear, and as much again for all else.
-        return 2.0 * dtype.itemsize * sum(info.in_features + info.out_features for info in linears)
+        # Input and output of every linear that a token visits, and as much again for all else.
+        numbers = sum(
+            (info.in_features + info.out_features)
+            * (info.layer.top_k / info.layer.num_experts if isinstance(info, ExpertLinear) else 1)
+            for info in linears
+        )
+        return 2.0 * dtype.itemsize * numbers
 
 
 def _measured_bytes(

@@ -203,6 +203,7 @@ def make_plan(
     ties: Sequence[str] = (),
     experts: ExpertGroups | None = None,
     allow_prune: bool = False,
+    embeddings: bool = False,
     gguf: GGUFFile | None = None,
     unread: Sequence[UnreadExperts] = (),
     unpackable: Collection[str] = (),
@@ -211,7 +212,7 @@ def make_plan(
 
     Args:
         layout: The model's layout.
-        linears: All linears, the output layer last; it is included only if a lock names it.
+        linears: All linears, the output layer last; it is included only with ``embeddings``, or if a lock names it.
         widths: Widths to choose from; 16 keeps a linear unquantized. None: all that the engine supports.
         formats: Further formats to choose from; for ``serve="any"``.
         group_size: Columns that share a scale; None for one scale per row.
@@ -223,6 +224,7 @@ def make_plan(
         ties: Comma-separated kinds, e.g. ``q_proj,k_proj,v_proj``, that share a width within a block.
         experts: Matrices of experts that share a width; None: those of one expert, or as the engine needs.
         allow_prune: Make removal an option of every expert; the problem keeps at least each router's top-k.
+        embeddings: Make the output layer a group, unless it shares its weight with the embedding.
         gguf: The model's tensors in a GGUF file, for an engine that reads one.
         unread: Experts that could not be verified: unchanged, and counted in the budget.
         unpackable: Paths of linears that a packed checkpoint cannot hold: locked at 16 bits.
@@ -271,7 +273,7 @@ def make_plan(
     chosen: list[LinearInfo] = []
     skipped: list[str] = []
     for info in linears:
-        wanted = info.role != "head" or info.name in locked
+        wanted = info.role != "head" or info.name in locked or (embeddings and not info.tied)
         if info.role == "head" and info.name in locked and info.tied:
             raise ValueError(
                 f"{info.name} shares its weight with the embedding, so it cannot be quantized; drop its lock."

@@ -7,6 +7,7 @@ linears that a serving engine merges into one matrix.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -287,7 +288,37 @@ def is_linear(module: nn.Module) -> bool:
     if not isinstance(module, nn.Linear) and type(module).__name__ != "Conv1D":
         return False
     weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point()
+    plain = isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point()
+    return plain and (not isinstance(module, nn.Linear) or _multiplies(module))
+
+
+_linear_kinds: dict[type, bool] = {nn.Linear: True}
+
+
+def _multiplies(module: nn.Linear) -> bool:
+    """Whether a linear computes the product with its weight: a subclass may do something else, which is tried."""
+    kind = type(module)
+    if kind not in _linear_kinds:
+        known = kind.forward is nn.Linear.forward
+        if not known and not module.weight.is_meta:
+            known = _is_product(module)
+        elif not known:
+            return False  # decided once there are weights
+        _linear_kinds[kind] = known
+    return _linear_kinds[kind]
+
+
+@torch.no_grad()
+def _is_product(module: nn.Linear) -> bool:
+    few = copy.deepcopy(module).float()
+    x = torch.linspace(-1, 1, 3 * module.in_features, device=module.weight.device).view(1, 3, -1)
+    try:
+        found = few(x)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    expected = nn.functional.linear(x, few.weight, few.bias)
+    alike = isinstance(found, Tensor) and found.shape == expected.shape  # routers may return a tuple
+    return alike and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def _role(path: str) -> str:

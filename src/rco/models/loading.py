@@ -1,4 +1,4 @@
-"""Loading of models: built-in names, local folders, folders of runs, Hub ids."""
+"""Loading of models: built-in names, local folders, GGUF files, folders of runs, Hub ids."""
 
 from __future__ import annotations
 
@@ -89,24 +89,26 @@ def load_model(
     trust_remote_code: bool = False,
     attention: str | None = None,
     device_map: DeviceMap | None = None,
+    revision: str | None = None,
 ) -> LoadedModel:
     """Load a causal language model and its tokenizer.
 
     Args:
-        name: A built-in name, a local folder, or a Hub id.
+        name: A built-in name, a local folder, a ``.gguf`` file, or a Hub id.
         dtype: ``"auto"`` keeps the type of the checkpoint (float32 if that is neither bfloat16 nor float32, so
             that nothing is rounded); or a type.
         device: ``"cpu"``, ``"cuda"``, ``"mps"``; ``"auto"`` picks the fastest available.
         trust_remote_code: Let the checkpoint run its own Python code.
         attention: Attention implementation of transformers; None for its default (sdpa, else eager).
         device_map: Divide the model among several GPUs instead of putting it on ``device``.
+        revision: Branch, tag or commit of a Hub model; None for its default branch.
 
     Raises:
         ModelError: The model cannot be found, read or used; the message has the reason and a remedy.
     """
     target = pick_device(device)
     label = str(name)
-    folder, gguf_file = locate_model(name)
+    folder, gguf_file = locate_model(name, revision=revision)
     if gguf_file is not None:
         files = [folder / gguf_file]
         keywords: dict[str, Any] = {"gguf_file": gguf_file}
@@ -126,7 +128,7 @@ def load_model(
     chosen = kept if dtype == "auto" else _as_dtype(dtype)
     if gguf_file is not None:
         # Reading the file's metadata is slow, so the config is read once and passed on.
-        keywords["config"] = _transformers().AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
+        keywords["config"] = _gguf_config(folder, gguf_file, label)
     model = _from_pretrained(folder, label, dtype=chosen, trust_remote_code=trust_remote_code, **keywords)
     for name in ("attn_implementation", "device_map", "max_memory"):
         keywords.pop(name, None)
@@ -143,25 +145,43 @@ def load_model(
     return LoadedModel(model, tokenizer, layout_for(model), label, folder, fingerprint)
 
 
+def _gguf_config(folder: Path, gguf_file: str, label: str) -> Any:
+    try:
+        return _transformers().AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(
+            f"transformers cannot read the GGUF file {label}: {_first_line(error)} Pass the folder of the original "
+            "model instead."
+        ) from error
+
+
 def outline_model(
-    name: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu"
+    name: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> LoadedModel:
     """A model without weights, on the meta device, for planning; arguments as for :func:`load_model`.
 
     Of a Hub model only the config is downloaded. A GGUF file is loaded in full.
     """
-    folder, gguf_file = locate_model(name, weights=False)
+    folder, gguf_file = locate_model(name, weights=False, revision=revision)
     if gguf_file is not None:
         return load_model(name, dtype=dtype, device=device)
     label, config = str(name), read_config(folder)
-    check_config(config, label)
+    check_config(config, label, trust_remote_code)
     chosen = _checkpoint_dtype(config, label) if dtype == "auto" else _as_dtype(dtype)
     transformers = _transformers()
-    described = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    cls = _model_class(folder, transformers)
-    build = cls.from_config if cls is transformers.AutoModelForCausalLM else cls._from_config
+    own_code = {"trust_remote_code": trust_remote_code}
+    described = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **own_code)
+    cls = _model_class(folder, transformers, trust_remote_code)
     with torch.device("meta"):
-        model = build(described, dtype=chosen)
+        if cls is transformers.AutoModelForCausalLM:
+            model = cls.from_config(described, dtype=chosen, **own_code)
+        else:
+            model = cls._from_config(described, dtype=chosen)
     model.eval().requires_grad_(False)
 
     def no_weights() -> str:
@@ -214,7 +234,9 @@ def pick_device(device: str | torch.device) -> torch.device:
 # ---------------------------------------------------------------------- finding
 
 
-def locate_model(name: str | Path, *, weights: bool = True) -> tuple[Path, str | None]:
+def locate_model(
+    name: str | Path, *, weights: bool = True, revision: str | None = None
+) -> tuple[Path, str | None]:
     """Folder of a model, downloading it if it is a Hub id; and the name of its GGUF file, if it is one.
 
     Without ``weights`` only the config of a Hub model is downloaded.
@@ -227,21 +249,34 @@ def locate_model(name: str | Path, *, weights: bool = True) -> tuple[Path, str |
         return builtin.locate()
     path = Path(name).expanduser()
     if path.is_dir():
-        return path.resolve(), None
+        files = sorted(path.glob("*.gguf")) if not (path / "config.json").is_file() else []
+        if len(files) > 1:
+            raise ModelError(
+                f"{text} holds {len(files)} GGUF files and no config.json; pass one of them, such as {files[0]}."
+            )
+        if not files:
+            return path.resolve(), None
+        path = files[0]
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        require("gguf", f"Reading {text}")
+        return path.resolve().parent, path.name
     if path.is_file():
-        raise ModelError(f"{text} is a file; pass the folder that holds config.json and the weights.")
+        raise ModelError(
+            f"{text} is a file; pass a .gguf file, or the folder that holds config.json and the weights."
+        )
     close = near_matches(text) if "/" not in text else []
     if close:
         raise ModelError(f"There is no model {text!r}. Did you mean {' or '.join(close)}?")
     if isinstance(name, Path) or text.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(text):
         known = ", ".join(model.name for model in builtin_models())
         raise ModelError(
-            f"There is no folder {text}. Pass a model folder, a Hub id, or a built-in name ({known})."
+            f"There is no folder or file {text}. Pass a model folder, a .gguf file, a Hub id, or a built-in name "
+            f"({known})."
         )
-    return _download(text, weights), None
+    return _download(text, weights, revision), None
 
 
-def _download(hub_id: str, weights: bool = True) -> Path:
+def _download(hub_id: str, weights: bool = True, revision: str | None = None) -> Path:
     """A Hub model's folder in the local cache; the config comes first, so that unsupported models fail early."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -249,24 +284,33 @@ def _download(hub_id: str, weights: bool = True) -> Path:
         HfHubHTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     try:
-        folder = Path(snapshot_download(hub_id, allow_patterns=["config.json"]))
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=["config.json"]))
         check_config(read_config(folder), hub_id, trust_remote_code=True)
         if not weights:
             return folder
-        folder = Path(snapshot_download(hub_id, allow_patterns=[*_SMALL_FILES, "*.py", "*.safetensors"],
-                                        ignore_patterns=["original/*", "consolidated*"]))  # fmt: skip
+        folder = Path(snapshot_download(
+            hub_id, revision=revision, allow_patterns=[*_SMALL_FILES, "*.py", "*.safetensors"],
+            ignore_patterns=["original/*", "consolidated*"],
+        ))  # fmt: skip
         if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(hub_id, allow_patterns=["pytorch_model*"]))
+            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=["pytorch_model*"]))
     except GatedRepoError:
         raise ModelError(
-            f"{hub_id} is gated: accept its terms on huggingface.co, then log in with `hf auth login`."
+            f"{hub_id} is gated: accept its terms on huggingface.co, then log in with `hf auth login` or set "
+            "HF_TOKEN."
+        ) from None
+    except RevisionNotFoundError:
+        raise ModelError(
+            f"{hub_id} has no revision {revision!r}: pass a branch, a tag or a commit of it."
         ) from None
     except RepositoryNotFoundError:
         raise ModelError(
-            f"The Hub has no model {hub_id!r}, or it is private: check the spelling, or run `hf auth login`."
+            f"The Hub has no model {hub_id!r}, or it is private: check the spelling, or run `hf auth login` or "
+            "set HF_TOKEN."
         ) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, ConnectionError):
         known = ", ".join(model.name for model in builtin_models() if model.available)

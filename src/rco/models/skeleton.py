@@ -38,6 +38,10 @@ class Reached(BaseException):
     """Ends a forward pass at a place that has been reached; never leaves this package."""
 
 
+class _HeadReached(Reached):
+    """Ends a forward pass at the output layer."""
+
+
 @dataclass(frozen=True)
 class Tail:
     """Place of the blocks, and the steps from the last block to the logits.
@@ -145,9 +149,9 @@ def head_input(
 
     def note(hidden: Tensor) -> Tensor:
         entered.append(hidden)
-        raise Reached
+        raise _HeadReached
 
-    with replaced_forward([head], [note]), suppress(Reached):
+    with replaced_forward([head], [note]), suppress(_HeadReached):
         model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
     if not entered:
         raise ModelError(f"{type(model).__name__} does not call its output layer.")

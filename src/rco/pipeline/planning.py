@@ -27,7 +27,7 @@ from rco.models.device_map import DeviceMap
 from rco.models.loading import LoadedModel, load_model, locate_model, outline_model, refuse_quantized
 from rco.models.moe.expert_removal import keep_plan
 from rco.models.moe.layers import moe_layers
-from rco.models.moe.linears import model_linears, unread_experts
+from rco.models.moe.linears import model_linears, sparse_layers, unread_experts
 from rco.models.precision import compute_dtype
 from rco.pipeline.checkpoints import check_format, check_recipe
 from rco.pipeline.configs import CompressConfig, PruneConfig, QuantizeConfig
@@ -144,10 +144,12 @@ def plan_compression(
 def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
     """Groups and options of a loaded model."""
     if isinstance(config, PruneConfig):
-        moe_layers(loaded.model)  # raises for a model without experts, naming architectures that have them
+        _check_removable(loaded)
         return make_removal_plan(model_linears(loaded.layout, loaded.model), config.lock)
     assert isinstance(config, QuantizeConfig)
     engine = find_engine(config.serve)
+    if config.allow_prune and sparse_layers(loaded.model):
+        _check_removable(loaded)
     if engine.gguf and config.group_size is not None:
         raise ValueError(
             f"`serve='{engine.name}'`: a block type has its own groups (16 or 32 weights); leave out "
@@ -165,10 +167,17 @@ def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
         ties=config.tie,
         experts=_expert_groups(config),
         allow_prune=config.allow_prune,
+        embeddings=config.packs_head,
         gguf=GGUFFile.of(loaded.layout, loaded.model) if engine.gguf else None,
         unread=unread_experts(loaded.model),
         unpackable=loaded.layout.unpackable(loaded.model),
     )
+
+
+def _check_removable(loaded: LoadedModel) -> None:
+    """Raise for a model without experts, or with routers whose rule is not known."""
+    for layer in moe_layers(loaded.model):
+        _ = layer.known_rule
 
 
 def export_format(config: CompressConfig) -> str:
@@ -228,7 +237,7 @@ def _load(config: CompressConfig, ranks: Ranks, given: LoadedModel | None) -> Lo
         return given
     if config.device_map != "none" and config.device != "cuda":
         raise ValueError(f"`device_map` spreads a model over GPUs: add `device='cuda'`, got {config.device}.")
-    folder, gguf = locate_model(config.model)
+    folder, gguf = locate_model(config.model, revision=config.revision)
     if gguf is None:
         refuse_quantized(read_config(folder), config.model)
     device_map = None if config.device_map == "none" else DeviceMap(config.device_map, ranks.gpus)
@@ -237,12 +246,20 @@ def _load(config: CompressConfig, ranks: Ranks, given: LoadedModel | None) -> Lo
         dtype=config.dtype,
         device=ranks.device(config.device, device_map is not None),
         device_map=device_map,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
     )
 
 
 def _outline(config: CompressConfig) -> LoadedModel:
     """The model without its weights."""
-    outlined = outline_model(config.model, dtype=config.dtype, device=config.device)
+    outlined = outline_model(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+    )
     refuse_quantized(outlined.model.config, config.model)
     return outlined
 

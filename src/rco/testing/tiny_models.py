@@ -20,6 +20,7 @@ __all__ = [
     "random_keep",
     "save_tiny",
     "tiny_config",
+    "tiny_image_model",
     "tiny_model",
     "tiny_moe",
     "tiny_tokens",
@@ -92,6 +93,7 @@ _SIZES: dict[str, Any] = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
     "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2,
     "moe_intermediate_size": 16, "expert_ffn_hidden_size": 16, "shared_expert_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16, "o_lora_rank": 8, "o_groups": 2, "hc_lowrank": 8, "laurel_rank": 4,
     "shared_intermediate_size": 16, "dense_intermediate_size": 48, "router_hidden_size": 16, "zero_expert_num": 2,
     "num_shared_experts": 1, "n_shared_experts": 1, "moe_num_shared_experts": 1,
     "first_k_dense_replace": 1, "num_dense_layers": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
@@ -126,11 +128,17 @@ _SIZED_BY_HAND: dict[str, dict[str, Any]] = {
         _WIDE_KEYS,
     ),
     "falcon": {"head_dim": None},
+    "gemma3n_text": {
+        "num_hidden_layers": 5, "num_kv_shared_layers": 1, "intermediate_size": [48] * 5,
+        "activation_sparsity_pattern": [0.0] * 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] + ["full_attention"] * 2,
+    },
+    "gpt_neo": {"attention_types": [[["global"], 3]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "xlstm": {"v_head_dim": None},
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 
 
 def tiny_config(model_type: str, **changes: Any) -> Any:
@@ -190,6 +198,23 @@ def tiny_model(
                 # Wide enough that norms, biases, routers and softcaps all matter to the output.
                 scale = 0.3 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.1
                 parameter.add_(torch.randn_like(parameter) * scale)
+    return model.eval().requires_grad_(False)
+
+
+def tiny_image_model(*, seed: int = 0) -> nn.Module:
+    """A random model with a language part and a vision part (Qwen3.5), in evaluation mode."""
+    import transformers
+
+    vision = {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+        "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16,
+    }  # fmt: skip
+    text = _sized_config("qwen3_5_text", {}).to_dict()
+    config = transformers.AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        build: Any = transformers.Qwen3_5ForConditionalGeneration
+        model: nn.Module = build(config)
     return model.eval().requires_grad_(False)
 
 

@@ -161,7 +161,8 @@ class MoELayer:
         if self.rule is None:
             raise UnsupportedMoEError(
                 f"The routing rule of {self.name} ({self.architecture.model_type}) is not known: its experts can "
-                "be quantized, but not removed or scored."
+                "be quantized, but not removed or scored. Rules are known for "
+                f"{', '.join(sorted(MOE_ARCHITECTURES))}."
             )
         return self.rule
 
@@ -233,10 +234,12 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
     if text.model_type not in MOE_ARCHITECTURES:
         from rco.models.moe.finding import find_layers
 
-        layers, _ = find_layers(model)
+        layers, unread = find_layers(model)
         if not layers:
+            reason = f": {unread[0].reason}" if unread else ""
             raise UnsupportedMoEError(
-                f"No layer of this {text.model_type} model has experts that were found and verified."
+                f"This {text.model_type} model has no experts that can be compressed{reason}; pass a mixture of "
+                f"experts, such as {', '.join(sorted(MOE_ARCHITECTURES))}."
             )
         return layers
     row = moe_architecture(config)
