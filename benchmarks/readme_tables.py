@@ -722,6 +722,48 @@ def manifold_table(rows):
     return lines
 
 
+def tuning():
+    """KL before and after tuning, at the same bytes."""
+    found = [load(f"tuning_{model}") for model in ("tiny_llama", "smollm2_135m", "tiny_moe", "lab_moe")]
+    if not any(found):
+        return []
+    lines = [
+        "KL to the full model on text that was used for nothing else (seven domains that were tuned on, two others "
+        "and wikitext), before and after tuning at the same bytes; one H200, shared by up to 14 processes, so that "
+        "seconds are longer than alone (`python benchmarks/tuning.py`). *Worst domain*: the largest ratio of KL "
+        "after to before among domains that were not tuned on. Bits of tiny-moe and lab-moe are those of experts.",
+        "",
+        "| model | bits | trained | seeds | KL before | after | change | worst domain | tokens | seconds |",
+        "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for data in filter(None, found):
+        outside = {*data["settings"]["others"].split(","), "wikitext2"}
+        grouped = {}
+        for part in data["parts"]:
+            model, bits, seed, kind, way = part["key"]
+            if kind == "rco":
+                grouped.setdefault((model, float(bits), way), {})[seed] = part
+        for (model, bits, way), parts in sorted(grouped.items()):
+            before = grouped.get((model, bits, "none"), {})
+            pairs = [(before[seed], part) for seed, part in parts.items() if seed in before]
+            if way == "none" or not pairs:
+                continue
+            start, end = (statistics.fmean(pair[side]["kl"] for pair in pairs) for side in (0, 1))
+            worst = max(
+                new["domains"][name]["kl"] / old["domains"][name]["kl"]
+                for old, new in pairs
+                for name in outside & set(new["domains"])
+            )
+            tokens = statistics.fmean(new["tokens"] for _, new in pairs)
+            seconds = statistics.fmean(new["seconds"]["tuning"] for _, new in pairs)
+            lines.append(
+                f"| {model} | {bits:g} | {way} | {len(pairs)} | {start:.4f} | {end:.4f} "
+                f"| {100 * (end / start - 1):.1f} % "
+                f"| {worst:.2f} | {tokens:,.0f} | {seconds:.0f} |"
+            )
+    return [*lines, ""]
+
+
 DOCUMENTS = {
     "README.md": (headline,),
     "docs/results.md": (
@@ -737,6 +779,7 @@ DOCUMENTS = {
         ablations,
     ),
     "docs/gpu.md": (gpu_table,),
+    "docs/tuning.md": (tuning,),
     "docs/comparison.md": (long_comparison,),
     "docs/what_helped.md": (what_searches_end_with,),
     "docs/manifold_value.md": (manifold_value,),

@@ -2,13 +2,14 @@
 
     python benchmarks/tuning_step.py --shape qwen3-8b --modes full,blocks --out benchmarks/results/tuning_step.json
 
-Weights are random codes of 3 bits; the hidden states of the full model are computed once before the steps. A step of
-``full`` is a forward and backward pass on one sequence, a decoding of every weight and an update; it is compared with
-plain passes that compute all weight gradients, in the same process.
+Weights are random codes of 3 bits; the hidden states of the full model are computed once before the steps. A step
+of ``full`` is a forward and backward pass on one sequence, a decoding of every weight and an update; it is compared
+with plain passes that compute all weight gradients, in the same process.
 """
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import time
@@ -36,7 +37,9 @@ def measured(shape, mode, arguments):
         info.name: random_packed(info.out_features, info.in_features, 3, 128, device)
         for info in loaded.layout.linears(loaded.model)
     }
-    text, selection = (random_tokens(loaded, count, arguments.length, seed) for count, seed in ((4, 0), (1, 1)))
+    text, selection = (
+        random_tokens(loaded, count, arguments.length, seed) for count, seed in ((4, 0), (1, 1))
+    )
     texts = [TuningText(each, Reference.compute(loaded, each, 1)) for each in (text, selection)]
     with floor(loaded, random_tokens(loaded, 1, arguments.length), arguments.checkpointing) as work:
         plain = measure(work, device, arguments.repeats)
@@ -64,7 +67,7 @@ def measured(shape, mode, arguments):
         head = loaded.layout.head(loaded.model)
     began = time.perf_counter()
     tune(loaded, weights, head, *texts, settings, on_progress=note)
-    seconds = [after - before for before, after in zip(times, times[1:], strict=False)]
+    seconds = [after - before for before, after in itertools.pairwise(times)]
     steady = sorted(seconds[WARMUP:])[: arguments.repeats]  # later entries of blocks include their set-up
     found = {
         "shape": shape,
@@ -84,7 +87,9 @@ def measured(shape, mode, arguments):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--modes", default="full,blocks")
     parser.add_argument("--layers", type=int)

@@ -23,9 +23,10 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time names load on fi
     from rco.core.result import SearchResult as SearchResult
     from rco.core.result import StepRecord as StepRecord
     from rco.core.search import RCO as RCO
-    from rco.core.search import minimize as minimize
     from rco.core.searcher import Searcher as Searcher
     from rco.models.loading import load as load
+    from rco.optimize import minimize as minimize
+    from rco.optimize import sweep as sweep
 
 # Names load on first use, so that `import rco` is quick and uses no device.
 _EXPORTS = {
@@ -44,10 +45,11 @@ _EXPORTS = {
     "StepRecord": "rco.core.result",
     "evaluate": "rco.api",
     "load": "rco.models.loading",
-    "minimize": "rco.core.search",
+    "minimize": "rco.optimize",
     "prune": "rco.api",
     "quantize": "rco.api",
     "solve_mckp": "rco.core.knapsack",
+    "sweep": "rco.optimize",
 }
 
 __all__ = sorted([*_EXPORTS, "__version__"])

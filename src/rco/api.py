@@ -21,8 +21,10 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
+from rco.atomic_files import link_file
 from rco.compressed import CompressedModel
 from rco.data.documents import Data, Texts
+from rco.export.gguf_container import written_file
 from rco.models.loading import LoadedModel, checkpoint_of, load, refuse_quantized, wrap_model
 from rco.models.zoo import ModelError
 from rco.pipeline.compress import compress as run_job
@@ -37,6 +39,7 @@ from rco.pipeline.configs import (
     Tune,
 )
 from rco.pipeline.evaluate import evaluate as measure_models
+from rco.pipeline.planning import file_and_folder
 from rco.pipeline.progress import Progress, ProgressEvent, follow
 
 __all__ = ["compress", "evaluate", "load", "prune", "quantize"]
@@ -100,9 +103,11 @@ def quantize(
     store: str | Path | None = QuantizeConfig.store,
     overwrite_store: bool = QuantizeConfig.overwrite_store,
     widths: str | Sequence[int] | None = QuantizeConfig.widths,
+    types: str | Sequence[str] | None = QuantizeConfig.types,
     group_size: int | None = QuantizeConfig.group_size,
     symmetric: bool | None = QuantizeConfig.symmetric,
-    method: Literal["gptq", "rtn"] | None = QuantizeConfig.method,
+    method: Literal["gptq", "rtn", "imatrix"] | None = QuantizeConfig.method,
+    imatrix: str | Path | None = QuantizeConfig.imatrix,
     clip: Literal["search", "minmax"] = QuantizeConfig.clip,
     damp: float = QuantizeConfig.damp,
     act_order: bool = QuantizeConfig.act_order,
@@ -329,6 +334,7 @@ def compress(
         )
     if config.resume and config.out is None:
         raise ValueError("`resume=True` continues the run in a folder: pass the folder as `out`.")
+    config, file = file_and_folder(config)
     with ExitStack() as stack:
         told = stack.enter_context(follow(progress))
         folder = config.out
@@ -340,6 +346,9 @@ def compress(
         outcome = run_job(settled, told, given, temporary=config.out is None)
         if outcome is None:
             return None
+        if file is not None and outcome.checkpoint is not None:
+            link_file(written_file(outcome.checkpoint), file)
+            outcome = dataclasses.replace(outcome, checkpoint=file)
         owner = None if given is None else given.model
         return CompressedModel(outcome, config, owner=owner, inplace=inplace)
 
@@ -470,11 +479,11 @@ def _plain(name: str, value: Any) -> Any:
         return _amount(name, value)
     if name in ("data", "eval_data") and value is not None:
         return _text(value)
-    if name in ("widths", "tasks"):
+    if name in ("widths", "types", "tasks"):
         return _joined(value)
     if name in ("lock", "skip", "tie"):
         return [value] if isinstance(value, str) else list(value)
-    if name in ("out", "store") and isinstance(value, str):
+    if name in ("out", "store", "imatrix") and isinstance(value, str):
         return Path(value).expanduser()
     if name == "tau" and isinstance(value, list):
         return tuple(value)

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ __all__ = [
     "atomic_path",
     "differences",
     "disk_failure",
+    "link_file",
     "make_folder",
     "read_json",
     "sha256_of",
@@ -100,6 +102,17 @@ def atomic_path(path: Path, *, shared: bool = False) -> Iterator[Path]:
         raise write_error(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def link_file(source: Path, path: Path) -> None:
+    """Make ``path`` another name of a file, or a copy where that is not possible; an existing file is replaced."""
+    make_folder(path.parent)
+    with atomic_path(path) as temporary:
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(source, temporary)
+        except OSError:  # another disk, or a file system without links
+            shutil.copyfile(source, temporary)
 
 
 def write_text_atomic(path: Path, text: str) -> None:

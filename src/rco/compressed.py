@@ -178,7 +178,7 @@ class CompressedModel:
         if isinstance(config, PruneConfig):
             return "pruned-padded" if config.padded else "pruned"
         assert isinstance(config, QuantizeConfig)
-        return config.format if config.format not in (None, "none") else find_engine(config.serve).format
+        return config.format if config.format not in (None, "none") else find_engine(config.engine).format
 
     def report(self, path: str | Path) -> Path:
         """Write an HTML page about the result: allocation, costs and search.

@@ -16,6 +16,7 @@ METHODS: dict[str, str] = {
     "augmented-lagrangian": "rco.baselines.lagrangian:AugmentedLagrangian",
     "penalty": "rco.baselines.lagrangian:Penalty",
     "frank-wolfe": "rco.baselines.frank_wolfe:FrankWolfe",
+    "annealing": "rco.baselines.annealing:Annealing",
     "evopress": "rco.baselines.evopress:EvoPress",
     "evoesap": "rco.baselines.evoesap:EvoESAP",
     "impq": "rco.baselines.impq:IMPQ",
@@ -38,12 +39,15 @@ METHODS: dict[str, str] = {
 }
 FORMATS: dict[str, str] = {
     "integer": "rco.formats.integer:IntegerGrid",
+    "ggml": "rco.formats.ggml.block_types:GGMLFormat",
+    "ggml-float": "rco.formats.ggml.float_types:GGMLFloat",
     "original": "rco.formats.original:Original",
     "removed": "rco.formats.removed:Removed",
 }
 EXPORTERS: dict[str, str] = {
     "compressed-tensors": "rco.export.compressed_tensors:CompressedTensorsExporter",
     "dense": "rco.export.dense:DenseExporter",
+    "gguf": "rco.export.gguf_container:GGUFExporter",
     "llama.cpp": "rco.export.llama_cpp:LlamaCppExporter",
     "gptqmodel": "rco.export.gptqmodel:GPTQModelExporter",
     "llm-compressor": "rco.export.llm_compressor:LLMCompressorExporter",

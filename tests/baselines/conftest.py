@@ -10,7 +10,16 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from rco import registry
 from rco.testing import QuadraticObjective
 
-QUICK = {"steps": 6, "samples": 3, "refine": 2, "generations": 4, "offspring": 6, "initial": 4, "orders": 4}
+QUICK = {
+    "steps": 6,
+    "samples": 3,
+    "refine": 2,
+    "generations": 4,
+    "offspring": 6,
+    "initial": 4,
+    "orders": 4,
+    "moves": 5,
+}
 SMALL_STAGES = {"survivors": (3, 1), "batches_per_stage": (1, 3)}
 
 

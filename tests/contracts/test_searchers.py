@@ -25,6 +25,7 @@ QUICK = {
     "offspring": 6,
     "initial": 4,
     "orders": 3,
+    "moves": 4,
 }
 
 

@@ -5,7 +5,13 @@ import pytest
 import torch
 
 import rco
-from rco.core.objective import ForwardingObjective, Objective, as_objective
+from rco.core.objective import (
+    CallableObjective,
+    ForwardingObjective,
+    NoGradientError,
+    Objective,
+    as_objective,
+)
 from rco.testing import QuadraticObjective, check_objective, random_problem
 
 
@@ -99,8 +105,90 @@ def test_further_tables_leave_the_rest(quadratic):
 
 
 @pytest.mark.parametrize(
-    ("given", "missing"), [(object(), "no num_batches and no loss"), (len, "num_batches")]
+    ("given", "missing"), [(object(), "no num_batches and no loss"), (int, "num_batches")]
 )
 def test_an_object_without_a_loss_is_refused(given, missing):
     with pytest.raises(TypeError, match=missing):
         rco.RCO(steps=1).search(random_problem(0, 6, 3), given)
+
+
+# ------------------------------------------------------------------ plain functions
+
+
+def table():
+    return torch.from_numpy(np.random.default_rng(0).normal(size=(4, 3)))
+
+
+PROBLEM = rco.AllocationProblem([[0, 1, 2]] * 4, 5, sense="<=")
+QUICK = {"steps": 3, "samples": 2, "refine": 4}
+
+
+def test_a_plain_function_is_an_objective():
+    values = table()
+    result = rco.RCO(**QUICK).search(PROBLEM, lambda gates: (gates * values).sum())
+    again = rco.minimize(lambda gates: (gates * values).sum(), PROBLEM, **QUICK)
+    assert result.allocation == again.allocation
+
+
+def test_batched_losses_give_the_same_search():
+    values, calls = table(), []
+
+    def one(gates):
+        return ((gates * values).sum(dim=(-2, -1)) + 0.3).square()
+
+    def many(gates):
+        calls.append(tuple(gates.shape))
+        return one(gates)
+
+    plain = CallableObjective(one)
+    batched = CallableObjective(many, batched=True)
+    first, second = rco.RCO(**QUICK).search(PROBLEM, plain), rco.RCO(**QUICK).search(PROBLEM, batched)
+    assert first.allocation == second.allocation
+    assert first.loss == pytest.approx(second.loss)
+    assert (2, 4, 3) in calls  # a step's samples in one call
+    assert all(len(shape) == 3 for shape in calls)
+    gates = torch.eye(3, dtype=torch.float64)[torch.tensor([0, 1, 2, 1])]
+    assert float(batched.loss(gates, 0)) == pytest.approx(float(plain.loss(gates, 0)))
+    (loss, slope), (_, other) = batched.enqueue(gates, 0)(), plain.enqueue(gates, 0)()
+    assert loss == pytest.approx(float(one(gates)))
+    assert torch.allclose(slope, other)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_float32_loss_is_found_out(batched):
+    vector = table().float().flatten()
+    objective = CallableObjective(lambda gates: gates.flatten(-2) @ vector, batched=batched)
+    result = rco.RCO(**QUICK).search(PROBLEM, objective)
+    assert PROBLEM.is_feasible(result.allocation)
+    assert objective._dtype == torch.float32
+
+
+def test_messages_name_cause_and_way_out():
+    values = table()
+    for black_box in (
+        lambda gates: gates.detach().numpy().sum(),
+        lambda gates: gates.numpy().sum(),
+        lambda gates: (gates * values).sum().detach(),
+    ):
+        with pytest.raises(NoGradientError, match="annealing"):
+            rco.minimize(black_box, PROBLEM, **QUICK)
+    with pytest.raises(ValueError, match="batched=True"):
+        rco.minimize(lambda gates: (gates * values).sum(dim=1), PROBLEM, **QUICK)
+    with pytest.raises(ValueError, match="returned shape"):
+        CallableObjective(lambda gates: gates.sum(), batched=True).loss(torch.ones(4, 3), 0)
+    with pytest.raises(TypeError, match="dtype="):
+        rco.minimize(lambda gates: gates @ torch.ones(7), PROBLEM, **QUICK)
+    with pytest.raises(TypeError, match="function of the gates"):
+        CallableObjective(3)
+
+
+def test_methods_without_gradient_take_black_boxes():
+    from rco.baselines.annealing import Annealing
+
+    values = table().numpy()
+
+    def black_box(gates):
+        return float((gates.numpy() * values).sum())
+
+    result = Annealing(steps=4, moves=10).search(PROBLEM, black_box)
+    assert result.loss == pytest.approx(-rco.solve_mckp(-values, PROBLEM).value, abs=0.5)

@@ -12,7 +12,7 @@ from rco.core.search import PRINTED, RCO, PlainRCO
 from rco.testing import QuadraticObjective
 
 COSTS, WEIGHTS, BUDGET = np.array([2.0, 3.0, 5.0, 8.0]), np.array([3.0, 1.0, 2.0, 4.0, 1.0]), 40.0
-PROBLEM = AllocationProblem([2, 3, 5, 8], budget=40, weights=[3, 1, 2, 4, 1], sense="==", monotone=True)
+PROBLEM = AllocationProblem([2, 3, 5, 8], budget=40, weights=[3, 1, 2, 4, 1], sense=None, monotone=True)
 SHAPE = (5, 4)
 
 

@@ -36,7 +36,7 @@ def solve_cases(seeds, sizes=(), **settings):
 
 
 def test_finds_known_optima():
-    assert solve_cases(range(12), sizes=(6, 3), steps=60, samples=4) >= 11
+    assert solve_cases(range(12), sizes=(6, 3), steps=60, samples=4, refine=60) >= 11
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_same_seed_same_result_other_seed_other_noise():
 def test_records_follow_the_schedule_and_the_budget():
     records = []
     problem = random_problem(3, 8, 3)
-    result = rco.RCO(steps=10, samples=2, refine=0).search(
+    result = rco.RCO(steps=10, samples=2, refine=0, surface="==").search(
         problem, QuadraticObjective(8, 3, seed=3), on_step=records.append
     )
     assert [r.step for r in records] == list(range(1, 11))
@@ -125,9 +125,10 @@ def test_an_allowance_shortens_every_part(allowance, batches):
     spent = result.forwards + 2 * result.backwards
     # Exchanges may end before the allowance does, when none pays any more.
     assert 0.6 * allowance < spent <= allowance
-    assert len(result.history) >= 5
-    assert 0.01 ** (1.5 / len(result.history)) < result.history[0].temperature < 1.0
-    assert result.history[-1].temperature <= 0.01 ** (1 - 1.01 / len(result.history))
+    history = [record for record in result.history if record.phase == "search"]
+    assert len(history) >= 5
+    assert 0.01 ** (1.5 / len(history)) < history[0].temperature < 1.0
+    assert history[-1].temperature <= 0.01 ** (1 - 1.01 / len(history))
     assert {"final", "averaged", "uniform"} <= set(result.candidates)
 
 
@@ -147,7 +148,7 @@ def test_a_time_limit_lets_the_temperature_fall_all_the_way():
         random_problem(3, 8, 3), Many()
     )
     assert result.seconds < 3.0
-    assert result.history[-1].temperature < 0.03
+    assert [r for r in result.history if r.phase == "search"][-1].temperature < 0.03
     assert result.candidates["averaged"] is not None
 
 
@@ -366,7 +367,7 @@ def test_the_knapsack_of_a_prior_may_underspend():
     assert problem.cost(rco.solve_mckp(logits_from_losses(losses, problem), problem).allocation) < exact.cost
     result = rco.RCO(steps=0, refine=0).search(
         problem,
-        rco.core.search.CallableObjective(lambda g: (g * losses).sum()),
+        lambda g: (g * losses).sum(),
         prior=logits_from_losses(losses, problem),
         proxy=losses,
     )

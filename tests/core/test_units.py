@@ -75,7 +75,7 @@ def _searched(problem, seed):
     return list(result.allocation), result.loss, states[-1]["process"]["optimizer"]["logits"]
 
 
-@pytest.mark.parametrize("sense", ["==", "<="])
+@pytest.mark.parametrize("sense", [None, "<="])
 @pytest.mark.parametrize("kind", ["one", "weights", "joint", "blocks"])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_search_does_not_notice_units_and_offsets(kind, sense, seed):
@@ -92,7 +92,7 @@ def test_a_search_does_not_notice_units_and_offsets(kind, sense, seed):
         assert torch.equal(again[2], logits), change
 
 
-@pytest.mark.parametrize("sense", ["==", "<="])
+@pytest.mark.parametrize("sense", [None, "<="])
 @pytest.mark.parametrize("unit", UNITS)
 def test_budgets_that_count_different_things_have_units_of_their_own(sense, unit):
     """Bytes and milliseconds side by side: rescaling one of two joint budgets changes nothing."""

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from gguf_models import load_tiny
 
 from rco import registry
 from rco.compression.gguf import GGUFFile
+from rco.formats.ggml.block_types import GGMLFormat
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
 from rco.formats.rounding import round_to_nearest
@@ -37,8 +39,18 @@ def pruned(name, tokenizer):
     return wrap_model(prune_experts(model, random_keep(moe_layers(model), 3)), tokenizer)
 
 
-def case(name, tokenizer):
+def from_gguf(folder):
+    pytest.importorskip("gguf", reason="GGUF files need the extra gguf")
+    pytest.importorskip("libggml", reason="ggml's encoders are in the extra gguf")
+    loaded = load_tiny(folder / "tiny.gguf")
+    linears = model_linears(loaded.layout, loaded.model)[::2]
+    return loaded, {info.name: GGMLFormat("q4_0").encode(info.weight.float()) for info in linears}
+
+
+def case(name, tokenizer, folder=None):
     """A model, and weights for it, that an exporter can write."""
+    if name == "gguf":
+        return from_gguf(folder)
     if name == "pruned":
         return pruned("qwen3_moe", tokenizer), {}
     if name == "pruned-padded":
@@ -51,11 +63,11 @@ def case(name, tokenizer):
 
 
 @pytest.mark.parametrize("name", registry.EXPORTERS)
-def test_every_exporter_keeps_its_contract(name, tokenizer, tmp_path):
+def test_every_exporter_keeps_its_contract(name, tokenizer, tmp_path, tmp_path_factory):
     torch.manual_seed(0)
     exporter = registry.load(registry.EXPORTERS, name, "format")()
     assert exporter.name == name
-    check_exporter(exporter, *case(name, tokenizer), tmp_path)
+    check_exporter(exporter, *case(name, tokenizer, tmp_path_factory.mktemp("model")), tmp_path)
 
 
 def test_the_check_notices_a_wrong_size_and_a_changed_model(tokenizer, tmp_path):

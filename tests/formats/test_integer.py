@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rco.formats import integer, products
+from rco.formats import coded, products
 from rco.formats.integer import PackedWeight, pack, packed_words, unpack
 from rco.formats.products import inner_products
 
@@ -21,7 +21,7 @@ STORAGE = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 def on_torch() -> Iterator[None]:
     """Inside, operations of torch do what compiled loops do on a CPU, as on devices that have neither."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (integer, products):
+        for module in (coded, products):
             patch.setattr(module, "on_compiled_path", lambda tensor: False)
         yield
 
@@ -77,7 +77,7 @@ def test_portable_packing_agrees_with_compiled(bits: int, cols: int, monkeypatch
     packed = torch.randint(-(2**31), 2**31, (3, packed_words(cols, bits)), dtype=torch.int32, generator=rng)
     compiled = unpack(packed, bits, cols)
     again = pack(compiled, bits)
-    monkeypatch.setattr(integer, "on_compiled_path", lambda tensor: False)
+    monkeypatch.setattr(coded, "on_compiled_path", lambda tensor: False)
     assert torch.equal(unpack(packed, bits, cols), compiled)
     assert torch.equal(pack(compiled, bits), again)
 

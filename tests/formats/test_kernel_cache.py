@@ -24,6 +24,7 @@ for name in sys.argv[1:]:
     for bits in range(1, 9):
         codes, stream = packed(bits)
         scales, zeros = np.ones((4, 1), number), np.zeros((4, 1), np.uint8)
+        none = np.empty((4, 0), np.float32), np.empty(0, np.float32)
         if name[1] == "2":
             scales = (scales.view(np.uint32) >> 16).astype(np.uint16)
         if kind == "u":
@@ -32,11 +33,11 @@ for name in sys.argv[1:]:
             assert (got == codes).all(), name
         elif kind == "d":
             values = np.empty(codes.shape, number)
-            kernels.decode_float_at(stream, bits, scales, zeros, 32, 0, np.arange(4), values)
+            kernels.decode_float_at(stream, bits, scales, zeros, *none, 32, 0, np.arange(4), values)
             assert (values == codes).all(), name
         else:
             sums = np.zeros(4)
-            kernels.dot_float(np.ones(codes.shape, number), stream, bits, scales, zeros, 32, 0, sums)
+            kernels.dot_float(np.ones(codes.shape, number), stream, bits, scales, zeros, *none, 32, 0, sums)
             assert (sums == codes.sum(1)).all(), name
 """
 

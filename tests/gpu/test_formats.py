@@ -5,6 +5,8 @@ import torch
 
 from rco import formats, registry
 from rco.formats.base import EncodeSettings
+from rco.formats.coded import pack
+from rco.formats.ggml.block_types import BLOCK_TYPES, GGMLFormat
 from rco.formats.integer import IntegerGrid
 from rco.formats.products import inner_products
 from rco.testing import check_format
@@ -14,6 +16,7 @@ pytestmark = pytest.mark.gpu
 
 NAMES = {
     "integer": ["int2-g64", "int3-g128-sym", "int4-channel", "int5-g32", "int8-g64-sym"],
+    "ggml-float": ["bf16"],
     "original": ["original"],
     "removed": ["removed"],
 }
@@ -35,7 +38,7 @@ def on_grid(grid):
 
 @pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
 def test_the_contract(name):
-    assert NAMES.keys() == registry.FORMATS.keys()
+    assert {*NAMES, "ggml"} == registry.FORMATS.keys()
     format = formats.parse(name)
     exact = on_grid(format) if isinstance(format, IntegerGrid) else None
     check_format(format, shapes=[(12, 256), (64, 512)], device="cuda", representable=exact)
@@ -55,3 +58,42 @@ def test_families_mixed_in_one_layer(gradient_dtype):
         there = inner_products(gradient.cuda(), moved, segments)
         assert there.is_cuda
         torch.testing.assert_close(there.cpu(), here, rtol=1e-4, atol=1e-3)
+
+
+def random_blocks(name, rows, columns, seed=0):
+    """A weight in one of ggml's block types, of random codes, scales and minima."""
+    kind, generator = BLOCK_TYPES[name], torch.Generator().manual_seed(seed)
+    blocks, groups = columns // kind.block, columns // kind.group
+    per_sign = len(kind.levels) or 1 << (kind.code_bits - 1)
+    codes = torch.randint(0, per_sign, (rows, columns), generator=generator)
+    codes |= torch.randint(0, 2, codes.shape, generator=generator) << (kind.code_bits - 1)
+    tensors = {"packed": pack(codes.to(torch.uint8), kind.code_bits)}
+    tensors["scale"] = torch.randn(rows, blocks, generator=generator).half()
+    if kind.with_minima:
+        tensors["minimum"] = torch.randn(rows, blocks, generator=generator).half()
+    if kind.with_sub_scales:
+        signed = torch.int8 if kind.sub_offset else torch.uint8
+        tensors["sub_scales"] = torch.randint(0, 16, (rows, groups), generator=generator).to(signed)
+        if kind.with_minima:
+            tensors["sub_minima"] = torch.randint(0, 16, (rows, groups), generator=generator).to(torch.uint8)
+    return GGMLFormat(name).restore((rows, columns), tensors)
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_block_types_decode_bit_for_bit_as_on_a_cpu(name):
+    here = random_blocks(name, 24, 768)
+    there = here.to("cuda")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(there.dequantize(dtype).cpu(), here.dequantize(dtype)), dtype
+
+
+@pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float32])
+def test_products_of_all_block_types_at_once(gradient_dtype):
+    options = [random_blocks(name, 64, 768, seed) for seed, name in enumerate(BLOCK_TYPES)]
+    gradient = torch.randn(64, 768, generator=torch.Generator().manual_seed(1)).to(gradient_dtype)
+    dense = torch.stack([option.dequantize(torch.float64) for option in options])
+    for segments in (1, 4):
+        terms = (dense * gradient.double()).view(len(options), segments, -1)
+        there = inner_products(gradient.cuda(), [option.to("cuda") for option in options], segments)
+        there = there.cpu().view(len(options), segments)
+        assert ((there - terms.sum(dim=2)).abs() <= 1e-5 * terms.abs().sum(dim=2)).all()

@@ -181,6 +181,7 @@ def test_a_revision_of_a_hub_model_is_loaded_from_its_snapshot(monkeypatch, fold
 def test_a_gguf_file_is_a_model(monkeypatch, tmp_path):
     needed = []
     monkeypatch.setattr("rco.models.loading.require", lambda package, purpose: needed.append(package))
+    monkeypatch.setattr("rco.models.loading.GGUFReader", lambda path: None)
     (tmp_path / "a.gguf").touch()
     assert locate_model(tmp_path / "a.gguf") == (tmp_path, "a.gguf")
     assert locate_model(tmp_path) == (tmp_path, "a.gguf")

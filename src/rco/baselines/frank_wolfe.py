@@ -18,6 +18,7 @@ from rco.core.choice import Candidates, SampleTracker
 from rco.core.knapsack import knapsack
 from rco.core.moves import Ladder
 from rco.core.objective import one_hot
+from rco.core.optimizer import search_surface
 from rco.core.problem import AllocationProblem
 from rco.core.result import SearchResult
 from rco.core.sampling import batch_order, draw_feasible
@@ -30,7 +31,10 @@ _LEAST = 1e-6
 
 
 class BudgetPolytope:
-    """All (N, K) probabilities within the simplices, the locks and the budgets: C = B, or C <= B."""
+    """All (N, K) probabilities within the simplices, the locks and the budgets: C = B, or C <= B.
+
+    Which of the two is decided as for RCO, see :func:`rco.core.optimizer.search_surface`.
+    """
 
     def __init__(self, problem: AllocationProblem) -> None:
         from scipy.sparse import csr_matrix, vstack
@@ -46,7 +50,7 @@ class BudgetPolytope:
         totals, self._limits = csr_matrix(costs / scale[:, None]), problem.float_budgets / scale
         simplex = csr_matrix((np.ones(len(columns)), (rows, columns)))
         ones = np.ones(problem.num_groups)
-        self._exact = problem.sense == "=="
+        self._exact = search_surface(problem) == "=="
         self._equal = vstack([simplex, totals]) if self._exact else simplex
         self._equal_to = np.concatenate([ones, self._limits]) if self._exact else ones
         self._totals = totals
@@ -131,6 +135,7 @@ class FrankWolfe(BudgetedSearch):
     """
 
     name: ClassVar[str] = "frank-wolfe"
+    meets_exactly: ClassVar[bool] = True
 
     steps: int | None = 200
     samples: int = 16

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rco.core.expected_cost import expected_cost
-from rco.core.optimizer import LogitOptimizer
+from rco.core.optimizer import LogitOptimizer, Surface
 from rco.core.problem import AllocationProblem
 from rco.core.search import GumbelSearch
 
@@ -38,6 +38,7 @@ class PenalizedOptimizer:
         problem: AllocationProblem,
         prior: Tensor,
         *,
+        surface: Surface = "==",
         lr: float,
         multiplier_lr: float,
         rho: float,
@@ -45,6 +46,7 @@ class PenalizedOptimizer:
         patience: int,
     ) -> None:
         self.problem = problem
+        self._one_sided = surface == "<="
         self.logits = prior.clone().requires_grad_()
         self.optimizer = torch.optim.Adam([self.logits], lr=lr)
         self.multiplier_lr, self.growth, self.patience = multiplier_lr, growth, patience
@@ -59,7 +61,7 @@ class PenalizedOptimizer:
         self._steps = 0
 
     def violation(self) -> Tensor:
-        """Relative violation per budget, with gradient; only overspending counts under "<="."""
+        """Relative violation per budget, with gradient; only overspending counts on the surface "<="."""
         cost = expected_cost(self.problem, self.logits)
         return (cost - self._budget) / self._width
 
@@ -69,7 +71,7 @@ class PenalizedOptimizer:
             self.unit = abs(loss) or 1.0
         violation = self.violation()
         push = self.multipliers + self.rho * violation.detach()
-        if self.problem.sense == "<=":
+        if self._one_sided:
             push = push.clamp_min(0.0)
         (direction,) = torch.autograd.grad(violation, self.logits, push)
         self.logits.grad = gradient + self.unit * direction
@@ -82,7 +84,7 @@ class PenalizedOptimizer:
     def _update(self, violation: Tensor) -> None:
         rate = self.rho if self.growth > 1.0 else self.multiplier_lr
         self.multipliers = self.multipliers + rate * violation
-        if self.problem.sense == "<=":
+        if self._one_sided:
             self.multipliers = self.multipliers.clamp_min(0.0)
         if self.growth > 1.0 and self._steps % self.patience == 0:
             stuck = violation.abs() > 0.25 * self._reference
@@ -120,10 +122,17 @@ class Penalty(GumbelSearch):
     name: ClassVar[str] = "penalty"
     rho: float = 100.0
 
-    def make_optimizer(self, problem: AllocationProblem, prior: Tensor) -> LogitOptimizer:
+    def make_optimizer(self, problem: AllocationProblem, prior: Tensor, surface: Surface) -> LogitOptimizer:
         """Adam with a fixed penalty."""
         return PenalizedOptimizer(
-            problem, prior, lr=self.lr, multiplier_lr=0.0, rho=self.rho, growth=1.0, patience=1
+            problem,
+            prior,
+            surface=surface,
+            lr=self.lr,
+            multiplier_lr=0.0,
+            rho=self.rho,
+            growth=1.0,
+            patience=1,
         )
 
 
@@ -134,10 +143,17 @@ class Lagrangian(GumbelSearch):
     name: ClassVar[str] = "lagrangian"
     multiplier_lr: float = 1.0
 
-    def make_optimizer(self, problem: AllocationProblem, prior: Tensor) -> LogitOptimizer:
+    def make_optimizer(self, problem: AllocationProblem, prior: Tensor, surface: Surface) -> LogitOptimizer:
         """Adam with multipliers."""
         return PenalizedOptimizer(
-            problem, prior, lr=self.lr, multiplier_lr=self.multiplier_lr, rho=0.0, growth=1.0, patience=1
+            problem,
+            prior,
+            surface=surface,
+            lr=self.lr,
+            multiplier_lr=self.multiplier_lr,
+            rho=0.0,
+            growth=1.0,
+            patience=1,
         )
 
 
@@ -150,11 +166,12 @@ class AugmentedLagrangian(GumbelSearch):
     growth: float = 2.0
     patience: int = 10
 
-    def make_optimizer(self, problem: AllocationProblem, prior: Tensor) -> LogitOptimizer:
+    def make_optimizer(self, problem: AllocationProblem, prior: Tensor, surface: Surface) -> LogitOptimizer:
         """Adam with multipliers and a growing penalty."""
         return PenalizedOptimizer(
             problem,
             prior,
+            surface=surface,
             lr=self.lr,
             multiplier_lr=0.0,
             rho=self.rho,

@@ -84,6 +84,7 @@ class TableSearch(BudgetedSearch):
     """
 
     spends_uniform: ClassVar[bool] = False
+    meets_exactly: ClassVar[bool] = True
 
     batches: int | None = None
     base: Literal["dearest", "uniform"] = "dearest"

@@ -41,6 +41,7 @@ class RandomSearch(BudgetedSearch):
     """
 
     name: ClassVar[str] = "random"
+    meets_exactly: ClassVar[bool] = True
 
     steps: int | None = 100
     samples: int = 16

@@ -40,7 +40,8 @@ quantize = command_from_config(QuantizeConfig, _quantize)
 def _describe(planned: Planned) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     plan, problem, budget = planned.compression.plan, planned.problem, planned.budget
     low, high = planned.compression.budget_range(budget.kind)
-    grid = None if plan.gguf else "symmetric" if plan.symmetric else "asymmetric"
+    types = plan.block_types
+    grid = None if types else "symmetric" if plan.symmetric else "asymmetric"
     data = {
         "groups": problem.num_groups,
         "linears": len(plan.linears),
@@ -48,20 +49,21 @@ def _describe(planned: Planned) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         "unverified": {each.name: each.reason for each in plan.unread},
         "widths": list(plan.widths),
         "grid": grid,
-        "group_size": None if plan.gguf else plan.group_size,
-        "types": plan.block_types,
+        "group_size": None if types else plan.group_size,
+        "types": types,
         "range": [low, high],
         "effective_units": problem.unit_budgets[0],
     }
     scales = f"groups of {plan.group_size}" if plan.group_size else "one scale per row"
-    stored = f"as {', '.join(plan.block_types)}" if plan.gguf else f"{grid}, {scales}"
+    stored = f"as {', '.join(types)}" if types else f"{grid}, {scales}"
+    widths = ", ".join(map(str, dict.fromkeys(plan.widths)))
     fixed = planned.compression.costs(budget.kind).fixed
     searched = f"bytes for these, {fixed:,} for everything else" if fixed else "units for the search"
     lines = [
         ("groups", f"{problem.num_groups} of {len(plan.linears)} linears"),
         *([("left alone", ", ".join(plan.skipped))] if plan.skipped else []),
         *([("unverified", _unverified(plan))] if plan.unread else []),
-        ("widths", f"{', '.join(map(str, plan.widths))} bits, {stored}"),
+        ("widths", f"{widths} bits, {stored}"),
         ("range", f"{budget.kind} from {low} to {high}"),
         ("budget", f"{budget}: {problem.unit_budgets[0]:,} {searched}"),
     ]

@@ -53,9 +53,10 @@ def run_job(
         print_plan(planned, data, lines, as_json=switches.as_json)
         return
     quiet = switches.quiet or switches.as_json or not is_first_rank()
-    folder = run_folder(config, Budget.parse(**config.budgets()))
+    if config.out is None:
+        config = dataclasses.replace(config, out=run_folder(config, Budget.parse(**config.budgets())))
     with interruptible():
-        result = compress(dataclasses.replace(config, out=folder), progress=not quiet)
+        result = compress(config, progress=not quiet)
     if result is None:
         return
     if switches.as_json:

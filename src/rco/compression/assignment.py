@@ -114,7 +114,7 @@ def _removal_problem(
     decided = [not allowed[blocks == b].all(axis=1).any() for b in range(len(layers))]
     stuck = any(decided) if uniform else all(decided)
     try:
-        return AllocationProblem(costs.matrix, target, sense="<=" if stuck else "==", **arguments)
+        return AllocationProblem(costs.matrix, target, sense="<=" if stuck else None, **arguments)
     except InfeasibleBudgetError as error:
         kept = [int(allowed[blocks == b, keep].sum()) for b in range(len(layers))]
         forced = [max(count, int((~allowed[blocks == b, prune]).sum())) for b, count in enumerate(least)]

@@ -13,6 +13,9 @@ from rco.core.exact import exact_number
 __all__ = ["Budget"]
 
 
+_MIXES = ("llama-", "pure-")
+
+
 @dataclass(frozen=True)
 class Budget:
     """An amount and its kind.
@@ -24,6 +27,9 @@ class Budget:
 
     kind: str
     amount: Fraction
+    mix: str | None = (
+        None  # a mixture of llama.cpp whose size is meant; the amount is known once there is a plan
+    )
 
     @classmethod
     def parse(cls, **given: Any) -> Budget:
@@ -34,6 +40,8 @@ class Budget:
                 f"Give exactly one budget out of {_arguments(given)}; got {_arguments(sorted(named)) or 'none'}."
             )
         ((kind, value),) = named.items()
+        if kind == "size" and str(value).startswith(_MIXES):
+            return cls(kind, Fraction(0), str(value))
         if kind in ("size", "parameters"):
             amount = Fraction(parse_size(str(value)))
         else:

@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,10 +23,13 @@ from rco.data.calibration import CalibrationSet
 from rco.distributed import Ranks
 from rco.formats import encode_all
 from rco.formats.base import EncodeSettings, Format, Stored
-from rco.formats.hessian import HessianAccumulator
+from rco.formats.hessian import HessianAccumulator, InputSquares
 from rco.formats.removed import REMOVED
 from rco.formats.stacks import stack_rows
 from rco.models.capture import BlockInputs, WholePasses, block_inputs, linear_inputs
+from rco.models.checkpoint_files import file_sha256
+from rco.models.embeddings import EMBEDDING_ROLE
+from rco.models.imatrix_file import ImportanceMatrix
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.decisions import watch_decisions
@@ -40,18 +44,23 @@ __all__ = [
     "candidate_identity",
     "candidate_name",
     "expert_layer_of",
+    "importance_source",
     "kept_experts",
+    "measure_importances",
     "packed_candidate",
     "quantize_experts",
     "quantize_matrix",
+    "read_importances",
     "recorded",
     "replace_candidates",
+    "tensor_importances",
     "tuned_candidates",
 ]
 
 logger = logging.getLogger(__name__)
 
-Method = Literal["gptq", "rtn"]
+AccumulatorT = TypeVar("AccumulatorT", HessianAccumulator, InputSquares)
+Method = Literal["gptq", "rtn", "imatrix"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +74,12 @@ class CandidateSettings:
     sweeps: int = 4
     batch_size: int = 8
     expert_tokens: int = 256  # fewest tokens that an expert is fitted to
+    imatrix: Path | None = None  # importance matrix to use instead of a measured one
 
     def arguments(self) -> dict[str, object]:
         """Arguments for the quantizer of one matrix."""
+        if self.method == "imatrix":
+            return {}
         if self.method == "rtn":
             return {"clip": self.clip}
         return {"damp": self.damp, "act_order": self.act_order, "clip": self.clip, "sweeps": self.sweeps}
@@ -90,7 +102,7 @@ def candidate_identity(
     names = [candidate_name(info) for info in plan.linears]
     identity: dict[str, object] = {
         "model": loaded.fingerprint,
-        "data": calibration.fingerprint if settings.method == "gptq" else None,
+        "data": calibration.fingerprint if settings.method != "rtn" and settings.imatrix is None else None,
         "widths": [option.bits for option in plan.packed],
         "formats": [option.name for option in plan.packed] if plan.gguf is None else "GGUF",
         "group_size": plan.group_size if plan.gguf is None else "GGUF",
@@ -103,13 +115,15 @@ def candidate_identity(
         "clip": settings.clip,
         "sweeps": settings.sweeps,
     }
-    if plan.experts and settings.method == "gptq":
+    if plan.experts and settings.method != "rtn":
         identity["expert_tokens"] = settings.expert_tokens
+    if settings.imatrix is not None:
+        identity["imatrix"] = file_sha256(settings.imatrix)
     return identity
 
 
 def blocks_of(plan: CompressionPlan) -> list[list[LinearInfo]]:
-    """The plan's linears by block; those outside of the blocks, and the output layer, have one of their own."""
+    """The plan's linears by block; those outside of the blocks, and the two ends, have one of their own."""
     by_block: dict[int, list[LinearInfo]] = {}
     outer: list[LinearInfo] = []
     head: list[LinearInfo] = []
@@ -117,7 +131,7 @@ def blocks_of(plan: CompressionPlan) -> list[list[LinearInfo]]:
         if info.block is not None:
             by_block.setdefault(info.block, []).append(info)
         else:
-            (head if info.role == "head" else outer).append(info)
+            (outer if info.role == "outer" else head).append(info)
     return [by_block[index] for index in sorted(by_block)] + [each for each in (outer, head) if each]
 
 
@@ -130,6 +144,7 @@ def build_candidates(
     storage_dtype: torch.dtype,
     on_progress: Callable[[int, int], None] | None = None,
     ranks: Ranks | None = None,
+    importances: ImportanceMatrix | None = None,
 ) -> None:
     """Make the candidates that the store is missing.
 
@@ -145,6 +160,7 @@ def build_candidates(
         storage_dtype: Type of the scales: the checkpoint's.
         on_progress: Called with (linears done, total linears).
         ranks: Processes that share the work; all of them call this, with stores of the same content.
+        importances: For the method ``imatrix``: mean squared inputs by tensor of the GGUF file.
     """
     ranks = ranks or Ranks()
     groups = blocks_of(plan)
@@ -186,17 +202,21 @@ def build_candidates(
             if outer:
                 hessians = _outer_hessians(loaded, calibration.tokens, settings.batch_size, linears)
             elif block is None:
-                hessians = _head_hessian(loaded, inputs, group[0])
+                hessians = _head_hessian(inputs, group, HessianAccumulator)
             else:
-                hessians = _block_hessians(loaded, inputs, linears, experts)
+                hessians = _block_hessians(loaded, inputs, linears, experts, HessianAccumulator)
         candidates: dict[str, dict[str, Stored]] = {}
         statistics: dict[str, dict[str, dict[str, Any]]] = {}
         for info in linears:
             accumulator, grids = hessians.get(info.name), _grids(plan, info)
+            # A linear whose weight is read without calling it, or that no token reaches, is rounded to nearest.
+            inputs_of = None if accumulator is None or not accumulator.tokens else accumulator.matrix()
+            if importances is not None:
+                rows = tensor_importances(plan, importances, info)
+                inputs_of = None if rows is None else rows[0]
             packed, errors, relative = quantize_matrix(
                 info.weight.detach().float(),
-                # A linear whose weight is read without calling it, or that no token reaches, is rounded to nearest.
-                None if accumulator is None or not accumulator.tokens else accumulator.matrix(),
+                inputs_of,
                 list(grids.values()),
                 settings.arguments(),
                 storage_dtype,
@@ -212,7 +232,7 @@ def build_candidates(
             stacked = {info.stored_in: info for info in group if isinstance(info, ExpertLinear)}
             stacks, found = quantize_experts(
                 sparse,
-                experts,
+                experts if importances is None else ExpertImportances(plan, group, importances),
                 {name: _grids(plan, info) for name, info in stacked.items()},
                 settings.arguments(),
                 storage_dtype,
@@ -272,7 +292,9 @@ def build_candidates(
 
 def _grids(plan: CompressionPlan, info: LinearInfo) -> dict[str, Format]:
     """Formats of a linear's packed options by label."""
-    return {plan.label(option): plan.format_of(info, option) for option in plan.packed}
+    return {
+        plan.label(option): plan.format_of(info, option) for option in plan.packed if plan.fits(info, option)
+    }
 
 
 def _shared_inputs(loaded: LoadedModel, group: Sequence[LinearInfo]) -> dict[str, str]:
@@ -300,11 +322,12 @@ def _block_hessians(
     inputs: BlockInputs | WholePasses,
     group: Sequence[LinearInfo],
     experts: ExpertHessians | None,
-) -> dict[str, HessianAccumulator]:
+    make_accumulator: type[AccumulatorT],
+) -> dict[str, AccumulatorT]:
     source = _shared_inputs(loaded, group)
     first = {info.path: info for info in group}
     accumulators = {
-        path: HessianAccumulator(first[path].in_features, device=first[path].weight.device)
+        path: make_accumulator(first[path].in_features, device=first[path].weight.device)
         for path in dict.fromkeys(source.values())
     }
     _, block = loaded.layout.blocks(loaded.model)[inputs.position]
@@ -321,12 +344,120 @@ def _block_hessians(
 
 
 def _head_hessian(
-    loaded: LoadedModel, inputs: BlockInputs | WholePasses, head: LinearInfo
-) -> dict[str, HessianAccumulator]:
-    accumulator = HessianAccumulator(head.in_features, device=head.weight.device)
+    inputs: BlockInputs | WholePasses, ends: Sequence[LinearInfo], make_accumulator: type[AccumulatorT]
+) -> dict[str, AccumulatorT]:
+    """Statistics of the output layer's inputs, also for an embedding that shares its weight."""
+    heads = [info for info in ends if info.role != EMBEDDING_ROLE or info.tied]
+    if not heads:
+        return {}
+    accumulator = make_accumulator(heads[0].in_features, device=heads[0].weight.device)
     for rows in inputs.finish():
         accumulator.add(rows)
-    return {head.name: accumulator}
+    return {info.name: accumulator for info in heads}
+
+
+# ---------------------------------------------------------------------- importance matrices
+
+
+def measure_importances(
+    loaded: LoadedModel, plan: CompressionPlan, calibration: CalibrationSet, settings: CandidateSettings
+) -> ImportanceMatrix:
+    """Mean squared inputs of every linear of a GGUF plan, in the full model, by tensor of the file.
+
+    Experts that few tokens visit are given further ones, as for GPTQ (:class:`ExpertHessians`).
+    """
+    target = plan.target
+    assert target is not None
+    inputs = block_inputs(
+        loaded.model, loaded.layout, calibration.tokens, batch_size=settings.batch_size, storage="cpu"
+    )
+    means: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}
+    for group in blocks_of(plan):
+        linears = [info for info in group if not isinstance(info, ExpertLinear)]
+        sparse, block = expert_layer_of(group), group[0].block
+        experts = None
+        if sparse is not None:
+            experts = ExpertHessians(sparse, calibration.tokens.numel(), settings.expert_tokens)
+        target_block = len(loaded.layout.blocks(loaded.model)) if block is None else block
+        while inputs.position < target_block:
+            inputs.advance()
+        found = (
+            _head_hessian(inputs, group, InputSquares)
+            if block is None
+            else _block_hessians(loaded, inputs, linears, experts, InputSquares)
+        )
+        for name, accumulator in found.items():
+            means[target.names[name]] = accumulator.matrix()[None].cpu()
+            counts[target.names[name]] = torch.tensor([float(accumulator.tokens)])
+        if experts is not None:
+            seen = (experts.visits + experts.added).float().cpu()
+            squares = {down: experts.matrices(down).diagonal(dim1=1, dim2=2) / 2 for down in (False, True)}
+            for info in group:
+                if isinstance(info, ExpertLinear) and info.expert == 0:
+                    means[target.names[info.name]] = squares[info.projection == "down"].cpu()
+                    counts[target.names[info.name]] = seen
+    chunks, size = calibration.tokens.shape
+    return ImportanceMatrix(means, counts, chunks, size, importance_source(loaded, calibration))
+
+
+def read_importances(path: Path, plan: CompressionPlan) -> ImportanceMatrix:
+    """An importance matrix from a file, checked against every tensor of a GGUF plan.
+
+    Raises:
+        ModelError: It cannot be read, or belongs to another model.
+    """
+    target = plan.target
+    assert target is not None
+    experts = {target.names[info.name]: info.layer.num_experts for info in plan.experts}
+    found = ImportanceMatrix.read(path).shaped(experts)
+    for info in plan.linears:
+        if not isinstance(info, ExpertLinear) or info.expert == 0:
+            tensor_importances(plan, found, info)
+    return found
+
+
+def importance_source(loaded: LoadedModel, calibration: CalibrationSet) -> str:
+    """Name of the text of a measured importance matrix, by which it is recognised."""
+    return f"rco calibration {calibration.fingerprint[:16]} of model {loaded.fingerprint[:16]}"
+
+
+def tensor_importances(
+    plan: CompressionPlan, importances: ImportanceMatrix, info: LinearInfo
+) -> Tensor | None:
+    """(matrices, columns) importances of a linear's tensor; None for embedding or output layer without any.
+
+    Raises:
+        ModelError: The importance matrix belongs to another model.
+    """
+    target = plan.target
+    assert target is not None
+    name = target.names[info.name]
+    matrices = info.layer.num_experts if isinstance(info, ExpertLinear) else 1
+    if info.block is None and name not in importances.means:
+        return None  # llama.cpp measures neither
+    return importances.of(name, matrices, info.in_features)
+
+
+class ExpertImportances:
+    """Importances of a layer's experts, in the place of :class:`ExpertHessians`."""
+
+    def __init__(
+        self, plan: CompressionPlan, group: Sequence[LinearInfo], importances: ImportanceMatrix
+    ) -> None:
+        first = {
+            info.projection: info for info in group if isinstance(info, ExpertLinear) and info.expert == 0
+        }
+        self._means = {kind: tensor_importances(plan, importances, info) for kind, info in first.items()}
+        count = next(iter(first.values())).layer.num_experts
+        self.visits = torch.zeros(count, dtype=torch.int64)
+        self.added = torch.zeros(count, dtype=torch.int64)
+
+    def matrices(self, down: bool) -> Tensor:
+        """(experts, in) importances of the down projections, or of gate and up."""
+        found = self._means["down" if down else "gate"]
+        assert found is not None
+        return found
 
 
 # ---------------------------------------------------------------------- experts
@@ -343,7 +474,7 @@ def expert_layer_of(linears: Sequence[LinearInfo]) -> MoELayer | None:
 
 def quantize_experts(
     layer: MoELayer,
-    hessians: ExpertHessians | None,
+    hessians: ExpertHessians | ExpertImportances | None,
     grids: Mapping[str, Mapping[str, Format]],
     settings: Mapping[str, Any],
     storage_dtype: torch.dtype,

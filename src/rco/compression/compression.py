@@ -26,6 +26,9 @@ from rco.compression.candidates import (
     build_candidates,
     candidate_identity,
     candidate_name,
+    importance_source,
+    measure_importances,
+    read_importances,
     replace_candidates,
     tuned_candidates,
 )
@@ -33,6 +36,7 @@ from rco.compression.costs import Costs, Count, Visits, routing_visits
 from rco.compression.cuda_graphs import Recording
 from rco.compression.deployment import chosen_weights, deploy, written_names
 from rco.compression.language_model_objective import LanguageModelObjective, LossKind, Reference
+from rco.compression.llama_mixes import MIXES, is_mix, mix_bytes
 from rco.compression.option_errors import layer_errors, recorded_errors, weight_distances, weight_errors
 from rco.compression.plan import CompressionPlan
 from rco.compression.priors import (
@@ -51,6 +55,8 @@ from rco.formats.base import Format, Stored
 from rco.formats.removed import REMOVED
 from rco.formats.streaming import OptionStream, pinned_together
 from rco.losses import Head
+from rco.models.embeddings import EMBEDDING_ROLE
+from rco.models.imatrix_file import ImportanceMatrix
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.expert_removal import split_keep
@@ -61,10 +67,12 @@ from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import ExpertLinear, model_linears, stacked_parameters
 from rco.models.precision import computing_in, default_compute_dtype
 from rco.models.switchable_model import checkpointed_blocks, parked
+from rco.requirements import require
 from rco.store import CandidateStore, StoreMismatchError
 
 __all__ = ["SCORES", "Compression", "PriorScale", "Residency", "Start"]
 
+IMPORTANCE_FILE = "imatrix.gguf"
 Residency = Literal["resident", "offload"]
 PriorScale = Literal["rank", "global"]
 Start = Literal["fisher", "output-error", "weight-error", "reap", "frequency", "mass", "uniform", "none"]
@@ -164,8 +172,23 @@ class Compression:
             self._costs[kind] = Costs(model, self.plan, kind, count, visits, linears)
         return self._costs[kind]
 
+    def settled(self, budget: Budget) -> Budget:
+        """The budget in bytes, where it names a mixture of llama.cpp.
+
+        Raises:
+            ValueError: The mixture is unknown, or not among the options.
+        """
+        if budget.mix is None:
+            return budget
+        if not is_mix(budget.mix):
+            raise ValueError(
+                f"`size={budget.mix!r}` names no mixture of llama.cpp; known are {', '.join(MIXES)} and pure-TYPE."
+            )
+        return Budget("size", Fraction(mix_bytes(self.plan, budget.mix)))
+
     def problem(self, budget: Budget) -> AllocationProblem:
         """Groups, options, exact integer costs, and the budget in the same units."""
+        budget = self.settled(budget)
         if budget.kind == "size" and self.count != "all":
             raise ValueError(
                 "`size` counts the whole checkpoint; leave out `count='experts'`, which applies to budgets of bits."
@@ -213,6 +236,9 @@ class Compression:
         store = self._shared_store(identity)
         try:
             with computing_in(self.loaded.model, self.compute_dtype), torch.no_grad():
+                if store.missing_blocks and self.plan.target is not None:
+                    require("libggml-python", "Encoding ggml types")
+                importances = self._importances(calibration) if store.missing_blocks else None
                 build_candidates(
                     self.loaded,
                     self.plan,
@@ -222,10 +248,27 @@ class Compression:
                     self.storage_dtype,
                     self.on_progress,
                     self.ranks,
+                    importances,
                 )
         finally:
             store.close()
         self.store = store
+
+    def _importances(self, calibration: CalibrationSet) -> ImportanceMatrix | None:
+        """The importance matrix: the given one, else one measured and kept beside the candidates."""
+        if self.settings.method != "imatrix":
+            return None
+        if self.settings.imatrix is not None:
+            return read_importances(self.settings.imatrix, self.plan)
+        kept = self.store_folder / IMPORTANCE_FILE
+        if kept.is_file():
+            found = ImportanceMatrix.read(kept)
+            if found.source == importance_source(self.loaded, calibration):
+                return found
+        measured = measure_importances(self.loaded, self.plan, calibration, self.settings)
+        if self.ranks.first:
+            measured.write(kept)
+        return measured
 
     def open_store(self, fingerprint: str | None = None) -> None:
         """Use existing candidates, without the calibration text; a fingerprint, if given, must match.
@@ -554,7 +597,7 @@ class Compression:
         for info in self.plan.packed_alone:
             if isinstance(info, ExpertLinear):
                 weights |= {id(weight): weight for weight in stacked_parameters(info.layer)}
-            elif info.role != "head" and info.weight.data_ptr() not in held:
+            elif info.role not in ("head", EMBEDDING_ROLE) and info.weight.data_ptr() not in held:
                 module: Any = info.module
                 weights[id(module.weight)] = module.weight
         with parked(weights.values()):

@@ -27,6 +27,7 @@ from rco.compression.file_size import (
     stored_bits,
     weight_bits,
 )
+from rco.compression.gguf_target import GGUFTarget
 from rco.compression.plan import CompressionPlan, Group
 from rco.data.calibration import CalibrationSet
 from rco.formats.base import Format
@@ -228,6 +229,9 @@ class Costs:
         if self.plan.removes_only:
             kept = np.array(self.shares.per_expert, dtype=np.int64)[self.plan.layer_of_group]
             return np.stack([np.zeros_like(kept), kept], axis=1)
+        target = self.plan.target
+        if target is not None and self.kind in ("bpw", "size"):
+            return np.array([self._tensor_costs(target, group) for group in self.plan.groups], dtype=np.int64)
         rows = []
         for group in self.plan.groups:
             if not self.counts(group):
@@ -250,9 +254,20 @@ class Costs:
             )
         return np.array(rows, dtype=np.int64)
 
+    def _tensor_costs(self, target: GGUFTarget, group: Group) -> list[int]:
+        """Bytes, or bits, of a group's tensors in a GGUF file; types that do not fit cost as much as the first."""
+        size = self.kind == "size"
+        options = [option if option in group.options else group.options[0] for option in self.plan.options]
+        return [(1 if size else 8) * target.option_bytes(group.members, o, aligned=size) for o in options]
+
     @cached_property
     def parameters(self) -> int:
-        """Divisor of an average: number of weights, for active bits each times the tokens that read it."""
+        """Divisor of an average: number of weights, for active bits each times the tokens that read it.
+
+        Bits per weight of a GGUF file are averaged over all its tensors, as llama.cpp does.
+        """
+        if self.plan.target is not None and self.kind == "bpw":
+            return self.plan.target.elements
         return self._unread_weights + sum(
             member.parameters * self.weight(member)
             for group in self.plan.groups
@@ -271,6 +286,10 @@ class Costs:
         """Bytes, parameters or bits that no choice changes."""
         if self.plan.removes_only:
             return self.shares.fixed
+        target = self.plan.target
+        if target is not None and self.kind in ("bpw", "size"):
+            size = self.kind == "size"
+            return (1 if size else 8) * target.other_bytes(self.plan.linears, aligned=size)
         if self.kind != "size":
             widths = {each.weight.dtype.itemsize * 8 for each in self.plan.unread}
             return self._unread_weights * max(widths, default=0)

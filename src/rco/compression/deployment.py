@@ -87,7 +87,10 @@ def decode_into(loaded: LoadedModel, weights: Mapping[str, Stored]) -> None:
 
 def _decoded(loaded: LoadedModel, weights: Mapping[str, Stored]) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Parameters and their new values; unquantized experts of a stack keep their values."""
-    linears = {info.name: info for info in model_linears(loaded.layout, loaded.model, include_head=True)}
+    linears = {
+        info.name: info
+        for info in model_linears(loaded.layout, loaded.model, include_head=True, include_embedding=True)
+    }
     stacks: dict[str, tuple[nn.Parameter, Tensor]] = {}
     with torch.no_grad():
         for name, packed in weights.items():

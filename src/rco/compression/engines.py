@@ -46,7 +46,7 @@ class Engine:
     experts: ExpertGroups = "expert"
     asymmetric_experts: bool = True
     gguf: bool = False
-    method: Literal["gptq", "rtn"] = "gptq"
+    method: Literal["gptq", "rtn", "imatrix"] = "gptq"
     format: str = "compressed-tensors"
 
     @property
@@ -112,6 +112,13 @@ ENGINES: dict[str, Engine] = {
             gguf=True,
             method="rtn",
             format="llama.cpp",
+        ),
+        Engine(
+            "gguf",
+            "a GGUF file in ggml's types, those that fit a row; one type for each projection of a layer's experts",
+            experts="layer-projection",
+            method="imatrix",
+            format="gguf",
         ),
     )
 }

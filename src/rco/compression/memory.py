@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rco.compression.file_size import stored_bits
 from rco.compression.plan import CompressionPlan
 from rco.formats.removed import REMOVED
 from rco.formats.streaming import STREAM_SLOTS
@@ -185,7 +184,13 @@ def search_memory(
     parameters = sum(p.numel() for p in loaded.model.parameters())
     own = sum(info.parameters for info in plan.packed_alone if info.role != "head")
     per_linear = {
-        info.name: sum(stored_bits(info, plan.format_of(info, option)) for option in plan.packed) // 8
+        info.name: sum(
+            plan.format_of(info, option).memory_bytes(
+                (info.out_features, info.in_features), info.weight.dtype
+            )
+            for option in plan.packed
+            if plan.fits(info, option)
+        )
         for info in plan.linears
     }
     candidates = sum(per_linear.values())

@@ -93,11 +93,11 @@ def _shared_options(
 def recorded_errors(plan: CompressionPlan, store: CandidateStore, name: str) -> Tensor:
     """(N, K) a recorded error of the candidates, summed over a group's members.
 
-    The original weights have error 0, a pruned expert 1.
+    The original weights have error 0, as have options that a linear cannot take; a pruned expert has 1.
     """
 
     def error(info: LinearInfo, option: Format) -> float:
-        if option in (ORIGINAL, REMOVED):
+        if option in (ORIGINAL, REMOVED) or not plan.fits(info, option):
             return float(option == REMOVED)
         return recorded(store.statistics, info, plan.label(option), name)
 
@@ -156,7 +156,7 @@ def _option_weight(
     device: torch.device,
 ) -> Tensor:
     """A linear's weights under one option, in float32."""
-    if option not in (ORIGINAL, REMOVED):
+    if option not in (ORIGINAL, REMOVED) and plan.fits(member, option):
         return packed_candidate(packed, member, plan.label(option)).to(device).dequantize(torch.float32)
     weight = member.weight.detach().to(device).float()
     return torch.zeros_like(weight) if option == REMOVED else weight

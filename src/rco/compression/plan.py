@@ -15,10 +15,13 @@ import numpy as np
 
 from rco.compression.engines import Engine, ExpertGroups, find_engine
 from rco.compression.gguf import GGUF_WIDTHS, GGUFFile
+from rco.compression.gguf_target import GGUFTarget
 from rco.formats.base import Format
+from rco.formats.ggml.block_types import GGMLFormat
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
 from rco.formats.removed import REMOVED
+from rco.models.embeddings import EMBEDDING_ROLE
 from rco.models.layout import Layout, LinearInfo
 from rco.models.moe.finding import UnreadExperts
 from rco.models.moe.layers import MoELayer
@@ -28,12 +31,14 @@ __all__ = [
     "CompressionPlan",
     "ExpertGroups",
     "Group",
+    "make_gguf_plan",
     "make_plan",
     "make_removal_plan",
+    "stored_width",
 ]
 
 _REMOVAL_LOCKS: dict[str, Format] = {"keep": ORIGINAL, "prune": REMOVED}
-ROLES = ("attention", "mlp", EXPERT_ROLE, "shared_expert", "outer", "head")
+ROLES = ("attention", "mlp", EXPERT_ROLE, "shared_expert", "outer", "head", EMBEDDING_ROLE)
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class CompressionPlan:
     engine: Engine
     skipped: tuple[str, ...] = field(default=())  # unquantized linears outside the budget
     gguf: GGUFFile | None = None
+    target: GGUFTarget | None = None  # the GGUF file to write, whose types are the options
     unread: tuple[UnreadExperts, ...] = ()  # counted at their original width
 
     @property
@@ -94,10 +100,16 @@ class CompressionPlan:
             return self.gguf.scheme_of(info, option.bits)
         return option
 
+    def fits(self, info: LinearInfo, option: Format) -> bool:
+        """Whether a linear has a candidate for an option."""
+        return self.target is None or self.target.fits(info, option)
+
     def label(self, option: Format) -> str:
         """Name of an option within the plan: its bits if unique, else the format's name."""
         if self.removes_only:
             return "prune" if option == REMOVED else "keep"
+        if self.target is not None:
+            return option.name
         return str(option.bits) if self.widths.count(option.bits) == 1 else option.name
 
     @property
@@ -108,6 +120,8 @@ class CompressionPlan:
     @property
     def block_types(self) -> list[str]:
         """Available types of a GGUF file; empty for other plans."""
+        if self.target is not None:
+            return list(self.labels)
         file = self.gguf
         if file is None:
             return []
@@ -324,13 +338,88 @@ def make_plan(
         engine,
         tuple(skipped),
         gguf,
-        tuple(unread),
+        unread=tuple(unread),
     )
+
+
+def make_gguf_plan(
+    layout: Layout,
+    linears: Sequence[LinearInfo],
+    target: GGUFTarget,
+    types: Sequence[Format],
+    *,
+    locks: Sequence[str] = (),
+    skips: Sequence[str] = (),
+    ties: Sequence[str] = (),
+) -> CompressionPlan:
+    """Groups for a GGUF file: one for every tensor of linears, with the types that fit its rows.
+
+    A tensor that no type fits is copied, as are those of skipped linears.
+
+    Args:
+        layout: Row of the architecture table.
+        linears: All linears, the output layer last.
+        target: The file.
+        types: Types to choose from.
+        locks: ``regex=type`` or ``role=type``; ``original`` copies a tensor.
+        skips: Regexes or roles: matching tensors are copied.
+        ties: Kinds that share a type within a block, as for :func:`make_plan`.
+
+    Raises:
+        ValueError: A lock, skip or tie is invalid, or nothing is left to choose.
+    """
+    locked: dict[str, Format] = {}
+    for lock in locks:
+        pattern, separator, name = lock.rpartition("=")
+        option = next((o for o in (*types, ORIGINAL) if o.name == name.strip().lower()), None)
+        if not separator or option is None:
+            raise ValueError(
+                f"`lock` is REGEX=TYPE with one of {', '.join(o.name for o in types)} or original, got {lock!r}."
+            )
+        locked |= {info.name: option for info in _matching(pattern, "lock", linears)}
+    left_out = {info.name for pattern in skips for info in _matching(pattern, "skip", linears)}
+    chosen = [info for info in linears if info.name not in left_out and target.entry(info) is not None]
+    # A tied output layer is the embedding's group.
+    skipped = tuple(
+        info.name for info in linears if info not in chosen and not (info.role == "head" and info.tied)
+    )
+    groups = []
+    for members in _clusters_of(layout, chosen, ties, fused=False, experts="layer-projection"):
+        named = {locked[m.name] for m in members if m.name in locked}
+        offered = _ordered(named or types)
+        fitting = tuple(o for o in offered if all(_storable(target, member, o) for member in members))
+        if len(named) > 1 or (named and not fitting):
+            raise ValueError(
+                f"{_cluster_name(members)} has rows of {members[0].in_features} and one type, but is locked to "
+                f"{', '.join(sorted(o.name for o in named))}; lock it to one type that fits."
+            )
+        groups.append(Group(_cluster_name(members), tuple(members), fitting or (ORIGINAL,)))
+    if all(len(group.options) == 1 for group in groups):
+        raise ValueError(
+            f"No tensor has a choice among {', '.join(o.name for o in types)}: give more `types`, or drop locks."
+        )
+    every = _ordered({option for group in groups for option in group.options})
+    return CompressionPlan(
+        tuple(groups), tuple(chosen), every, None, True, find_engine("gguf"), skipped, target=target
+    )
+
+
+def _storable(target: GGUFTarget, info: LinearInfo, option: Format) -> bool:
+    """Whether a type fits a linear; an embedding that is not multiplied has no importances."""
+    needs = isinstance(option, GGMLFormat) and option.type.needs_importance
+    if needs and info.role == EMBEDDING_ROLE and not info.tied:
+        return False
+    return target.fits(info, option)
 
 
 def _ordered(options: Iterable[Format]) -> tuple[Format, ...]:
     """Options by their bits, then by their names."""
-    return tuple(sorted(options, key=lambda option: (option.bits, option.name)))
+    return tuple(sorted(options, key=lambda option: (stored_width(option), option.name)))
+
+
+def stored_width(option: Format) -> float:
+    """Bits per weight that options are ordered by: nominal ones, of ggml's types those with scales."""
+    return option.type.bits_per_weight if isinstance(option, GGMLFormat) else option.bits
 
 
 def make_removal_plan(linears: Sequence[LinearInfo], locks: Sequence[str] = ()) -> CompressionPlan:

@@ -15,7 +15,10 @@ from rco.formats.base import Format, Stored
 from rco.formats.original import ORIGINAL
 from rco.formats.removed import REMOVED
 from rco.formats.streaming import OptionStream
+from rco.formats.switchable import SwitchableLinear
+from rco.formats.switchable_embedding import SwitchableEmbedding
 from rco.losses import Head
+from rco.models.embeddings import EMBEDDING_ROLE, switchable_ends
 from rco.models.loading import LoadedModel
 from rco.models.moe.gates import ExpertGates, GateMode
 from rco.models.moe.layers import MoELayer
@@ -163,13 +166,18 @@ def switched_model(
     wanted = plan.allowed
     if original:
         wanted = np.concatenate([wanted, np.ones((len(wanted), 1), dtype=bool)], axis=1)
-    modules, rows = {}, {}
+    modules: dict[str, SwitchableLinear | SwitchableEmbedding] = {}
+    rows: dict[str, int] = {}
     for row, group in enumerate(plan.groups):
         for info in group.members:
             if group.switched and not isinstance(info, ExpertLinear):
                 options = _without_original(option_list(plan, packed[info.name], columns), wanted[row])
-                modules[info.name] = make_switchable(info.module, options, stream)
-                rows[info.name] = row
+                if info.role == EMBEDDING_ROLE:
+                    ends = switchable_ends(loaded.layout, loaded.model, info, options, stream)
+                else:
+                    ends = {info.name: make_switchable(info.module, options, stream)}
+                modules |= ends
+                rows |= dict.fromkeys(ends, row)
     experts, expert_rows = expert_options(plan, packed, columns, wanted=wanted, stream=stream)
     original_head = full_head(loaded, plan)
     with ExitStack() as stack:
@@ -253,5 +261,11 @@ def _without_original(options: Sequence[Stored | None], wanted: np.ndarray) -> l
 def option_list(
     plan: CompressionPlan, packed: Mapping[str, Stored], columns: Sequence[Format]
 ) -> list[Stored | None]:
-    """One entry per column of the gates; None for the original weight, also used for removal."""
-    return [None if option in (ORIGINAL, REMOVED) else packed[plan.label(option)] for option in columns]
+    """One entry per column of the gates; None for the original weight, also used for removal.
+
+    A type that does not fit the rows of a linear has no candidate; another one, never chosen, is in its place.
+    """
+    spare = next(iter(packed.values()), None)
+    return [
+        None if option in (ORIGINAL, REMOVED) else packed.get(plan.label(option), spare) for option in columns
+    ]

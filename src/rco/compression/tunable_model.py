@@ -201,7 +201,8 @@ def _weights_of(
     blocks: Sequence[int] | None,
 ) -> list[TunableWeight]:
     """The quantized weights of the model, the experts of a stack together if they have one format."""
-    linears = {info.name: info for info in model_linears(loaded.layout, loaded.model, include_head=True)}
+    listed = model_linears(loaded.layout, loaded.model, include_head=True, include_embedding=True)
+    linears = {info.name: info for info in listed}
     together: dict[Any, list[LinearInfo]] = {}
     for name, stored in weights.items():
         info = linears[name]

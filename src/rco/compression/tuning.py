@@ -63,7 +63,7 @@ class TuningSettings:
         update: ``adam``, or ``sign`` for steps by the sign of the gradient.
         half: Keep offsets and moments in 16 bits; offsets are rounded up or down at random, without bias.
         evaluations: Measurements on the selection text, the last one at the end.
-        patience: Stop after so many measurements in a row without an improvement.
+        patience: Stop after so many measurements in a row without an improvement on those before, the start aside.
         top_k: Coarsen the KL to the reference's k likeliest tokens; None: the full vocabulary.
         checkpointing: Recompute activations in the backward pass.
         graphs: On a GPU, replay steps as a CUDA graph.
@@ -478,7 +478,9 @@ class _EndToEnd:
                     continue
                 model.train(False)
                 now = self._measured.mean(self._selection)
-                worse = 0 if now < after else worse + 1
+                # Large first steps may lose what the falling rate wins back, so the start does not count here.
+                lowest = min((entry["selection"] for entry in curve if entry["step"]), default=math.inf)
+                worse = 0 if now < lowest else worse + 1
                 if now < after:
                     best, after = on_host(model.stored()), now
                 curve.append(

@@ -52,16 +52,19 @@ class Candidates:
         if self.problem.monotone:
             self.add(f"{name}, spent", found, values)
 
-    def best(self) -> tuple[str, np.ndarray, np.ndarray]:
-        """Name, choices and selection losses of the best candidate; equal ones are evaluated once."""
+    def ranked(self) -> list[tuple[str, np.ndarray, np.ndarray]]:
+        """Names, choices and selection losses, best first; equal candidates are evaluated and returned once."""
         different = {choices.tobytes(): choices for choices in self.choices.values()}
         found = self.evaluator.many_selection_losses(
             list(different.values()), self.problem.num_options, self.evaluator.selection_batches
         )
         losses = dict(zip(different, found, strict=True))
         self.losses = {name: float(losses[c.tobytes()].mean()) for name, c in self.choices.items()}
-        name = min(self.losses, key=lambda n: self.losses[n])
-        return name, self.choices[name], losses[self.choices[name].tobytes()]
+        ranked: dict[bytes, tuple[str, np.ndarray, np.ndarray]] = {}
+        for name in sorted(self.losses, key=lambda n: self.losses[n]):
+            key = self.choices[name].tobytes()
+            ranked.setdefault(key, (name, self.choices[name], losses[key]))
+        return list(ranked.values())
 
 
 class SampleTracker:

@@ -9,19 +9,26 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core.objective import Loss, as_objective, one_hot
+from rco.core.measured_curvature import MeasuredCurvature
+from rco.core.objective import Loss, Request, as_objective, one_hot
+from rco.core.problem import AllocationProblem
 
-__all__ = ["Evaluator", "OutOfAllowance"]
+__all__ = ["Evaluator", "OutOfAllowance", "SearchStopped"]
 
 
 class OutOfAllowance(Exception):
     """Raised when the allowance ends within a step; the step is dropped."""
+
+
+class SearchStopped(Exception):
+    """Raised when a callback, a target or patience ends the search; the argument is the status."""
 
 
 class Evaluator:
@@ -31,20 +38,29 @@ class Evaluator:
     may be kept back for the choice among finished candidates, which ignores the limits.
     """
 
-    def __init__(self, objective: Loss) -> None:
+    def __init__(self, objective: Loss | Callable[[Tensor], Any]) -> None:
         self.objective = as_objective(objective)
         if self.objective.num_batches < 1:
-            raise ValueError(f"The objective must have at least one batch, got {objective.num_batches}.")
+            raise ValueError(f"The objective must have at least one batch, got {self.objective.num_batches}.")
         selection = self.objective.selection
         self.selection = self.objective if selection is None else selection
         self.selection_batches = range(self.selection.num_batches)
         self.curvature = self.objective.curvature
+        self.measured: MeasuredCurvature | None = None  # takes the place of an unknown curvature
         self.forwards = self.backwards = 0
         self.reserve = 0
         self.starts = 0  # starting points that the final choice compares, at most
         self.most = self.max_seconds = math.inf
         self.seconds_before = 0.0
         self._began = time.perf_counter()
+        self.problem: AllocationProblem | None = None  # given: the best feasible allocation is remembered
+        self.best_choices: np.ndarray | None = None
+        self.best_loss = math.inf
+
+    @property
+    def one_loss(self) -> bool:
+        """Whether one batch gives the loss, for gradients and for the choice: then it is free of noise."""
+        return self.objective.num_batches == 1 and self.selection is self.objective
 
     # -------------------------------------------------------------- allowance
 
@@ -102,7 +118,9 @@ class Evaluator:
         gates = one_hot(choices, options)
         found = self.objective.losses([(gates, batch) for batch in batches])
         self.forwards += len(batches)
-        return _finite(np.array(found))
+        losses = _finite(np.array(found))
+        self._remember(choices, float(losses[0]))
+        return losses
 
     def losses_and_gradients(
         self, samples: Iterable[Tensor], batches: Sequence[Sequence[int]]
@@ -113,14 +131,22 @@ class Evaluator:
         """
         count = sum(len(some) for some in batches)
         self._take(3 * count)
-        requests = ((gates, batch) for gates, some in zip(samples, batches, strict=True) for batch in some)
-        answers = iter(self.objective.losses_and_gradients(requests))
+        gates_of: list[Tensor] = []
+
+        def requests() -> Iterator[Request]:
+            for gates, some in zip(samples, batches, strict=True):
+                gates_of.append(gates)
+                yield from ((gates, batch) for batch in some)
+
+        answers = iter(self.objective.losses_and_gradients(requests()))
         self.forwards += count
         self.backwards += count
-        found = []
+        found: list[tuple[float, Tensor]] = []
         for some in batches:
             part = list(itertools.islice(answers, len(some)))
             mean = float(_finite(np.array([loss for loss, _ in part])).mean())
+            if mean < self.best_loss and self.one_loss:
+                self._remember_gates(gates_of[len(found)], mean)
             total = torch.zeros_like(part[0][1])
             for _, gradient in part:
                 total += gradient
@@ -134,7 +160,7 @@ class Evaluator:
     def switch_curvature(self, choices: Tensor) -> Tensor | None:
         """(N, K) second-order cost of switching each group away from ``choices``; None if unknown."""
         if self.curvature is None:
-            return None
+            return None if self.measured is None else self.measured.switches(choices)
         return self.curvature[torch.arange(len(choices)), choices]
 
     def selection_losses(self, choices: np.ndarray, num_options: int, batches: Sequence[int]) -> np.ndarray:
@@ -149,7 +175,22 @@ class Evaluator:
         requests = [(each, batch) for each in gates for batch in batches]
         self.forwards += len(requests)
         found = self.selection.losses(requests)
-        return _finite(np.array(found)).reshape(len(allocations), len(batches))
+        losses = _finite(np.array(found)).reshape(len(allocations), len(batches))
+        for choices, own in zip(allocations, losses, strict=True):
+            self._remember(choices, float(own[0]))
+        return losses
+
+    def _remember(self, choices: np.ndarray, loss: float) -> None:
+        """Keep the best feasible allocation, where one batch gives the loss."""
+        better = loss < self.best_loss and self.one_loss and self.problem is not None
+        if better and self.problem is not None and self.problem.is_feasible(choices):
+            self.best_choices, self.best_loss = choices.copy(), loss
+
+    def _remember_gates(self, gates: Tensor, loss: float) -> None:
+        """As :meth:`_remember`; gates between the corners are no allocation."""
+        largest, choices = gates.max(dim=1)
+        if bool((largest == 1).all()):
+            self._remember(choices.numpy(), loss)
 
 
 def _finite(losses: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ __all__ = ["BudgetManifold"]
 
 
 class BudgetManifold:
-    """The logits whose expected cost equals the budget, or with ``sense="<="`` does not exceed it.
+    """The logits whose expected cost equals the budget, or on the surface ``"<="`` does not exceed it.
 
     Points and vectors are (N, K) float64 tensors on the CPU; narrower floats are converted exactly. Entries of
     forbidden options are ignored on input; they are 0 in normals and tangent vectors and untouched by a
@@ -37,6 +37,7 @@ class BudgetManifold:
             paper's; one budget or blocks only).
         tol: Largest accepted ``|C(x) - B|`` relative to what the budget allows above the cheapest assignment, so
             that neither the unit of cost nor an offset matters.
+        surface: ``"=="`` or ``"<="``. None: ``"<="`` if that is the problem's sense, ``"=="`` otherwise.
 
     Attributes:
         softmax_evaluations: Softmax evaluations of all retractions so far.
@@ -53,7 +54,10 @@ class BudgetManifold:
         problem: AllocationProblem,
         retraction: Literal["newton", "bisection"] = "newton",
         tol: float = 1e-12,
+        surface: Literal["==", "<="] | None = None,
     ) -> None:
+        if surface not in ("==", "<=", None):
+            raise ValueError(f'surface must be "==", "<=" or None, got {surface!r}.')
         if retraction not in ("newton", "bisection"):
             raise ValueError(f'retraction must be "newton" or "bisection", got {retraction!r}.')
         if retraction == "bisection" and problem.num_joint > 1:
@@ -72,7 +76,8 @@ class BudgetManifold:
         self.iterations_per_budget = np.zeros(problem.num_budgets, dtype=np.int64)
         self._shape = (problem.num_groups, problem.num_options)
         self._one_budget = problem.block_ids is None and problem.num_joint == 1
-        self._inequality = problem.sense == "<="
+        self.surface: Literal["==", "<="] = surface or ("<=" if problem.sense == "<=" else "==")
+        self._inequality = self.surface == "<="
         self._cost = ExpectedCost(problem, self.tol)
         self._check_interior()
 
@@ -83,14 +88,19 @@ class BudgetManifold:
                 continue  # an inequality that never binds
             if cost.target[j] == 0:
                 end, option = "lowest", "cheapest"
+                way_out = "Nothing is left to search: take that assignment, or raise the budget."
             elif cost.target[j] == cost.span[j]:
                 end, option = "highest", "costliest"
+                way_out = (
+                    "If the budget is to be met exactly, that assignment is the only one. If it may be left "
+                    'unspent, it forbids nothing: use surface="<=".'
+                )
             else:
                 continue
             raise InfeasibleBudgetError(
                 f"{cost.name(j)} is the {end} reachable total ({float(self.problem.budgets[j]):.12g}), which the "
                 f"expected cost of finite logits only approaches: every group would take its {option} option for "
-                "certain. Nothing is left to search: take that assignment, or move the budget inside its range."
+                f"certain. {way_out}"
             )
 
     def __repr__(self) -> str:
@@ -145,7 +155,7 @@ class BudgetManifold:
         j = int(np.argmax(excess - cost.tolerance))
         return False, (
             f"{cost.name(j)} is not met: C(x) - B = {residual[j] * cost.unit[j]:.3e}, where C(x) "
-            f"{self.problem.sense} B must hold to {cost.tolerance[j] * cost.unit[j]:.3e}."
+            f"{self.surface} B must hold to {cost.tolerance[j] * cost.unit[j]:.3e}."
         )
 
     def random_point(self, seed: int = 0) -> Tensor:

@@ -13,6 +13,7 @@ __all__ = [
     "fill_upwards",
     "fitting_switches",
     "layer_order",
+    "repaired",
     "spend",
     "uniform_allocation",
     "unspent",
@@ -33,12 +34,13 @@ def cost_changes(problem: AllocationProblem, choices: np.ndarray) -> np.ndarray:
 
 
 def fitting_switches(problem: AllocationProblem, choices: np.ndarray) -> np.ndarray:
-    """(N, K) whether a single switch of a feasible allocation keeps every budget and minimum count."""
+    """(N, K) whether a single switch leads to an allocation that meets every budget and minimum count."""
     change, room = cost_changes(problem, choices), unspent(problem, choices)
+    meets = np.equal if problem.exact else np.less_equal
     if problem.block_index is None:
-        fits = np.asarray((change <= room[:, None, None]).all(axis=0), dtype=bool)
+        fits = np.asarray(meets(change, room[:, None, None]).all(axis=0), dtype=bool)
     else:
-        fits = np.asarray(change[0] <= room[problem.block_index][:, None], dtype=bool)
+        fits = np.asarray(meets(change[0], room[problem.block_index][:, None]), dtype=bool)
     return fits if problem.min_counts is None else fits & problem.min_counts.keeping_switches(choices)
 
 
@@ -76,6 +78,8 @@ def uniform_allocation(problem: AllocationProblem) -> np.ndarray:
     Groups that may not use it take their dearest allowed option that costs no more. If no single option fits,
     every group takes its cheapest.
     """
+    if problem.exact:
+        return repaired(problem, uniform_allocation(problem.relaxed))
     groups = np.arange(problem.num_groups)
     costs = problem.relative_costs.sum(axis=0)  # joint budgets count alike, each by its range
     total = np.where(problem.allowed, costs, np.inf)
@@ -94,6 +98,17 @@ def uniform_allocation(problem: AllocationProblem) -> np.ndarray:
         # Minimum counts, or joint budgets that order the options differently: the cheapest feasible allocation.
         best = knapsack(np.where(problem.allowed, -costs, -np.inf), problem)
     return np.asarray(best, dtype=np.int64)
+
+
+def repaired(problem: AllocationProblem, choices: np.ndarray) -> np.ndarray:
+    """The feasible allocation nearest to some choices: fewest switches, then least change of cost."""
+    if problem.is_feasible(choices):
+        return choices
+    groups = np.arange(problem.num_groups)
+    costs = problem.relative_costs.sum(axis=0)
+    values = -1.0 - np.abs(costs - costs[groups, choices][:, None])
+    values[groups, choices] = 0.0
+    return knapsack(np.where(problem.allowed, values, -np.inf), problem)
 
 
 class Ladder:

@@ -14,6 +14,7 @@ __all__ = [
     "CallableObjective",
     "ForwardingObjective",
     "Loss",
+    "NoGradientError",
     "Objective",
     "Request",
     "as_objective",
@@ -243,31 +244,136 @@ class _Adapted(Objective):
         return type(self._given).__name__
 
 
-def as_objective(given: Loss) -> Objective:
-    """The objective itself, or an :class:`Objective` around an object with ``num_batches`` and ``loss``.
+def as_objective(given: Loss | Callable[[Tensor], Any]) -> Objective:
+    """The objective itself, or one around a function or an object with ``num_batches`` and ``loss``.
 
     Raises:
-        TypeError: One of the two is missing.
+        TypeError: It is neither.
     """
     if isinstance(given, Objective):
         return given
     missing = [name for name in ("num_batches", "loss") if not hasattr(given, name)]
-    if missing:
-        raise TypeError(
-            f"An objective needs num_batches and loss(gates, batch), but {type(given).__name__} has no "
-            f"{' and no '.join(missing)}; derive from rco.Objective, or use rco.minimize with a function."
+    if not missing:
+        assert not isinstance(given, type), "an instance, not a class"
+        return _Adapted(given)
+    if callable(given) and not isinstance(given, type):
+        return CallableObjective(given)
+    raise TypeError(
+        f"An objective needs num_batches and loss(gates, batch), but {type(given).__name__} has no "
+        f"{' and no '.join(missing)}; derive from rco.Objective, or give a function of the gates."
+    )
+
+
+class NoGradientError(TypeError):
+    """The loss gave no gradient with respect to the gates, which the method needs."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The loss gave no gradient with respect to the gates. Compute it with torch operations on the gates "
+            "(no float(), item(), detach(), argmax() or numpy in between), or take a method without gradient: "
+            'minimize(..., method="annealing"), "evopress", "greedy" or "random".'
         )
-    return _Adapted(given)
 
 
 class CallableObjective(Objective):
-    """A plain function of the gates as an objective with one batch."""
+    """A plain function of the gates as an objective with one batch.
+
+    Args:
+        loss_of_gates: The loss of gates (N, K): a tensor with gradient, or a plain number for methods that need no
+            gradient. With ``batched``, the losses (B,) of gates (B, N, K).
+        batched: Whether the function takes many allocations in one call.
+        dtype: Type of the gates that the function gets. None: float64, or float32 if the function refuses that.
+        device: Device of the gates that the function gets.
+    """
 
     num_batches = 1
 
-    def __init__(self, loss_of_gates: Callable[[Tensor], Tensor]) -> None:
-        self._loss = loss_of_gates
+    def __init__(
+        self,
+        loss_of_gates: Callable[[Tensor], Any],
+        *,
+        batched: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not callable(loss_of_gates):
+            raise TypeError(f"The loss must be a function of the gates, got {type(loss_of_gates).__name__}.")
+        self._loss, self._batched = loss_of_gates, batched
+        self._dtype, self._device = dtype, torch.device(device)
 
     def loss(self, gates: Tensor, batch: int) -> Tensor:
         """The function's value; there is only batch 0."""
-        return self._loss(gates)
+        return self._values(gates[None])[0] if self._batched else self._scalar(self._call(gates))
+
+    def enqueue(self, gates: Tensor, batch: int) -> Callable[[], Answer]:
+        """The loss and its gradient."""
+        (answer,) = self.losses_and_gradients([(gates, batch)])
+        return lambda: answer
+
+    @torch.no_grad()
+    def losses(self, requests: Sequence[Request]) -> list[float]:
+        """The losses, in one call of a batched function."""
+        if not self._batched:
+            return super().losses(requests)
+        found: list[float] = self._values(torch.stack([gates for gates, _ in requests])).tolist()
+        return found
+
+    def losses_and_gradients(self, requests: Iterable[Request]) -> list[Answer]:
+        """The losses and gradients, in one call of a batched function."""
+        gates = [gates.detach() for gates, _ in requests]
+        if not self._batched:
+            return [self._with_gradient(each) for each in gates]
+        leaf = torch.stack(gates).requires_grad_()
+        losses = self._values(leaf)
+        (gradients,) = torch.autograd.grad(_differentiable(losses).sum(), leaf)
+        return list(zip(losses.detach().tolist(), gradients, strict=True))
+
+    def _with_gradient(self, gates: Tensor) -> Answer:
+        leaf = gates.requires_grad_()
+        loss = self._scalar(self._call(leaf))
+        (gradient,) = torch.autograd.grad(_differentiable(loss), leaf)
+        return float(loss.detach()), gradient
+
+    def _call(self, gates: Tensor) -> Any:
+        if self._dtype is not None:
+            return self._loss(gates.to(self._device, self._dtype))
+        try:
+            found = self._loss(gates.to(self._device, torch.float64))
+            self._dtype = torch.float64
+        except RuntimeError as refused:
+            if "requires grad" in str(refused):  # torch's refusal to leave the graph, as by numpy()
+                raise NoGradientError from refused
+            try:
+                found = self._loss(gates.to(self._device, torch.float32))
+            except RuntimeError:
+                raise TypeError(
+                    f"The loss failed on float64 and on float32 gates on {self._device}: {refused}. Give the type "
+                    "and the device that it computes in, as dtype= and device=."
+                ) from refused
+            self._dtype = torch.float32
+        return found
+
+    def _scalar(self, found: Any) -> Tensor:
+        loss = found if isinstance(found, Tensor) else torch.as_tensor(found, dtype=torch.float64)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"The loss must be one number, got shape {tuple(loss.shape)}; reduce it, for example by sum(), or "
+                "give batched=True if it takes gates (B, N, K) and returns (B,)."
+            )
+        return loss.reshape(())
+
+    def _values(self, gates: Tensor) -> Tensor:
+        found = self._call(gates)
+        losses = found if isinstance(found, Tensor) else torch.as_tensor(found, dtype=torch.float64)
+        if losses.shape != gates.shape[:1]:
+            raise ValueError(
+                f"A batched loss takes gates (B, N, K) and returns (B,), but for {tuple(gates.shape)} it returned "
+                f"shape {tuple(losses.shape)}."
+            )
+        return losses
+
+
+def _differentiable(loss: Tensor) -> Tensor:
+    if not loss.requires_grad:
+        raise NoGradientError
+    return loss

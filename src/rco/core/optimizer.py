@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,16 @@ from torch import Tensor
 from rco.core.manifold import BudgetManifold
 from rco.core.problem import AllocationProblem, InfeasibleBudgetError
 
-__all__ = ["LogitOptimizer", "ManifoldOptimizer", "RiemannianAdam", "RiemannianOptimizer"]
+__all__ = [
+    "LogitOptimizer",
+    "ManifoldOptimizer",
+    "RiemannianAdam",
+    "RiemannianOptimizer",
+    "Surface",
+    "search_surface",
+]
+
+Surface = Literal["==", "<="]
 
 _MOMENTUM_KEYS = ("exp_avg", "momentum_buffer")  # as torch's optimizers name their first moments
 _SLACK_KEY = "slack_momentum"
@@ -30,7 +39,7 @@ class RiemannianOptimizer(torch.optim.Optimizer):
     Each step projects the gradients onto the tangent space, lets the wrapped optimizer step, retracts the
     parameters and transports the first moment (``exp_avg`` or ``momentum_buffer``); second moments are magnitudes
     per coordinate and stay unchanged. ``param_groups`` and ``state`` are those of the wrapped optimizer, so
-    learning-rate schedulers and checkpoints work on this object. Under ``sense="<="`` the momentum's component
+    learning-rate schedulers and checkpoints work on this object. On the surface ``"<="`` the momentum's component
     along the slack is kept beside it in the state.
 
     The first step starts at the parameters as given; retract them before if its gradient should be taken on the
@@ -40,7 +49,7 @@ class RiemannianOptimizer(torch.optim.Optimizer):
         optimizer: The torch optimizer, with (N, K) float64 CPU parameters.
         manifold: Manifold of the parameters. A param group may carry its own under the key ``"manifold"``; a
             group whose manifold is None is optimized without constraint.
-        one_sided: Under ``sense="<="``, whether a gradient or momentum that lowers a cost is left unchanged. The
+        one_sided: On the surface ``"<="``, whether a gradient or momentum that lowers a cost is left unchanged. The
             printed algorithm (False) projects it as well and can stick to the budget; see
             :meth:`BudgetManifold.project`.
         straighten: With an optimizer of Adam's kind, make its step keep the budgets in its own metric before the
@@ -119,7 +128,7 @@ class RiemannianOptimizer(torch.optim.Optimizer):
         """Replace the gradient by its tangent part; returns its part along the slack and the budgets it held."""
         manifold: BudgetManifold = group["manifold"]
         assert parameter.grad is not None
-        if manifold.problem.sense == "==":
+        if manifold.surface == "==":
             parameter.grad = manifold.project(parameter, parameter.grad)
             return None, None
         sign = -1.0 if group.get("maximize") else 1.0  # momenta always point against the descent
@@ -214,8 +223,21 @@ class RiemannianAdam(RiemannianOptimizer):
         one_sided: bool = True,
         straighten: bool = False,
     ) -> None:
+        if manifold is not None and not isinstance(manifold, BudgetManifold):
+            raise TypeError(
+                f"The second argument is the manifold, got {type(manifold).__name__}: "
+                "RiemannianAdam([x], rco.BudgetManifold(problem), lr=0.1)."
+            )
         adam = torch.optim.Adam(params, lr=lr, betas=betas, eps=eps)
         super().__init__(adam, manifold, one_sided, straighten)
+
+
+def search_surface(problem: AllocationProblem) -> Surface:
+    """The surface on which a search keeps its expected cost, whichever way allocations meet the budget.
+
+    C = B where spending is required or never hurts; elsewhere C <= B, since the best allocation may leave budget.
+    """
+    return "==" if problem.exact or problem.monotone else "<="
 
 
 class LogitOptimizer(Protocol):
@@ -237,10 +259,17 @@ class LogitOptimizer(Protocol):
 
 
 class ManifoldOptimizer:
-    """RCO's logits: on the budget manifold from the start, moved by :class:`RiemannianAdam`."""
+    """RCO's logits: on the budget manifold from the start, moved by :class:`RiemannianAdam`.
 
-    def __init__(self, problem: AllocationProblem, prior: Tensor, lr: float) -> None:
-        manifold = BudgetManifold(_with_interior(problem))
+    Args:
+        problem: Costs and budgets.
+        prior: (N, K) logits, which are retracted onto the manifold.
+        lr: Learning rate.
+        surface: Of the manifold, where the budgets lie inside their ranges.
+    """
+
+    def __init__(self, problem: AllocationProblem, prior: Tensor, lr: float, surface: Surface = "==") -> None:
+        manifold = _manifold_with_interior(problem, surface)
         self.logits = manifold.retract(prior.clone()).requires_grad_()
         self._optimizer = RiemannianAdam([self.logits], manifold, lr=lr)
 
@@ -293,28 +322,24 @@ def _check_parameter(parameter: Tensor, manifold: BudgetManifold) -> None:
         )
 
 
-def _with_interior(problem: AllocationProblem) -> AllocationProblem:
-    """An equivalent problem whose manifold has points, where a budget sits at an end of its range.
+def _manifold_with_interior(problem: AllocationProblem, surface: Surface) -> BudgetManifold:
+    """The manifold, with points even where a budget sits at an end of its range.
 
-    At its lowest total a budget admits only the cheapest options; at its highest it forbids nothing. Both are
-    only reached at infinite logits under "==", and hold trivially under "<=".
+    At its lowest total a budget admits only the cheapest options; at its highest it forbids nothing or, to be met
+    exactly, all but the dearest. On C = B both are only reached at infinite logits; on "<=" they hold trivially.
     """
-    if problem.sense == "<=":
-        return _cheapest_only(problem)
     low, high = problem.unit_range
-    if all(lowest < b < highest for lowest, b, highest in zip(low, problem.unit_budgets, high, strict=True)):
-        return problem
-    return _cheapest_only(problem.replace(sense="<="))
-
-
-def _cheapest_only(problem: AllocationProblem) -> AllocationProblem:
-    """Forbid the options that a budget at its lowest total excludes."""
-    low, _ = problem.unit_range
+    inside = all(
+        lowest < b < highest for lowest, b, highest in zip(low, problem.unit_budgets, high, strict=True)
+    )
     allowed = problem.allowed.copy()
-    for j, (lowest, budget) in enumerate(zip(low, problem.unit_budgets, strict=True)):
-        if budget > lowest:
-            continue
+    for j, (lowest, highest, budget) in enumerate(zip(low, high, problem.unit_budgets, strict=True)):
         costs = problem.unit_costs[j if problem.block_index is None else 0]
         members = slice(None) if problem.block_index is None else problem.block_index == j
-        allowed[members] &= (costs == costs.min(axis=1, keepdims=True))[members]
-    return problem if (allowed == problem.allowed).all() else problem.replace(allowed=allowed)
+        if budget <= lowest:
+            allowed[members] &= (costs == costs.min(axis=1, keepdims=True))[members]
+        elif problem.exact and budget >= highest:
+            allowed[members] &= (costs == costs.max(axis=1, keepdims=True))[members]
+    if (allowed != problem.allowed).any():
+        problem = problem.relaxed.replace(allowed=allowed, sense="<=")
+    return BudgetManifold(problem, surface=surface if inside else "<=")

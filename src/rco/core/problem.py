@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -31,6 +31,28 @@ _INT64_SAFE = 2**62
 
 class InfeasibleBudgetError(ValueError):
     """No assignment meets the budget; the message names the reachable range."""
+
+
+class NamedTotals(tuple[Any, ...]):
+    """One number per block in the order of the sorted block ids, and by the names that the budgets were given with.
+
+    Equal to the plain tuple. ``by_name`` is a mapping in the order given; a string indexes it directly.
+    """
+
+    by_name: dict[Any, Any]
+
+    def __new__(cls, values: Iterable[Any], block_ids: Sequence[Any], names: Sequence[Any]) -> NamedTotals:
+        """From values in the order of the block ids."""
+        made = super().__new__(cls, values)
+        found = dict(zip(block_ids, made, strict=True))
+        made.by_name = {name: found[name] for name in names}
+        return made
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.by_name[key] if isinstance(key, str) else super().__getitem__(key)
+
+    def __repr__(self) -> str:
+        return repr(self.by_name)
 
 
 class Allocation(Sequence[int]):
@@ -108,15 +130,16 @@ class ReducedCosts:
 
 
 class AllocationProblem:
-    """Choose one of K options for each of N groups without exceeding an exact budget.
+    """Choose one of K options for each of N groups under an exact budget.
 
     Args:
         option_costs: (K,) costs shared by all groups, (N, K) per group, or (q, N, K) for q joint budgets.
         budget: One number; q numbers for q joint budgets; with ``blocks``, one per block, as a sequence in the
-            order of the sorted block ids or as a mapping from block id.
+            order of the sorted block ids or as a mapping from block id; costs are then found by these names, too.
         weights: (N,) positive weights; the cost of option k in group i is ``weights[i] * option_costs[..., k]``.
-        sense: ``"=="`` keeps the continuous iterate of a search on C = B; ``"<="`` lets it stay below, with a
-            slack variable. A discrete allocation satisfies C <= B under either.
+        sense: ``"<="``: an allocation costs at most B. ``"=="``: it costs exactly B; a search refuses a total that
+            no allocation has. None: at most B, and B must lie within the reachable range, which catches budgets in
+            the wrong unit. On which surface a search moves its logits is the choice of the search.
         blocks: (N,) block ids: each block of groups has a budget of its own.
         allowed: (N, K) booleans: locks (one allowed option) and forbidden options. Costs of forbidden options
             are ignored.
@@ -142,7 +165,7 @@ class AllocationProblem:
         option_costs: Any,
         budget: Any,
         weights: Any = None,
-        sense: Sense = "==",
+        sense: Sense | None = None,
         blocks: Any = None,
         allowed: Any = None,
         groups: Sequence[str] | None = None,
@@ -150,9 +173,9 @@ class AllocationProblem:
         monotone: bool = False,
         min_counts: MinCounts | Mapping[str, Any] | None = None,
     ) -> None:
-        if sense not in ("==", "<="):
-            raise ValueError(f'sense must be "==" or "<=", got {sense!r}.')
-        self.sense: Sense = sense
+        if sense not in ("==", "<=", None):
+            raise ValueError(f'sense must be "<=", "==" or None, got {sense!r}.')
+        self.sense: Sense | None = sense
         self.monotone = bool(monotone)
 
         costs = _costs_with_holes(option_costs, allowed)
@@ -205,12 +228,14 @@ class AllocationProblem:
         return self.num_joint if self.block_ids is None else len(self.block_ids)
 
     def _set_budgets(self, budget: Any) -> None:
+        self._budget_names: tuple[Any, ...] | None = None  # in the order given
         if isinstance(budget, Mapping):
             if self.block_ids is None or set(budget) != set(self.block_ids):
                 raise ValueError(
                     f"A mapping of budgets needs exactly the block ids as keys, got {sorted(budget, key=str)} for "
                     f"blocks {list(self.block_ids or ())}."
                 )
+            self._budget_names = tuple(budget)
             budget = [budget[block] for block in self.block_ids]
         array = exact_array(budget, "budget")
         if array.numerators.ndim == 0 and self.num_budgets == 1:
@@ -228,10 +253,13 @@ class AllocationProblem:
 
     @property
     def budget(self) -> Any:
-        """The budget as an exact number, or a tuple of them."""
+        """The budget as an exact number, or a tuple of them; with their names if it was given as a mapping."""
         return self._per_budget([plain(b) for b in self.budgets])
 
     def _per_budget(self, values: Sequence[Any]) -> Any:
+        if self._budget_names is not None:
+            assert self.block_ids is not None
+            return NamedTotals(values, self.block_ids, self._budget_names)
         return values[0] if self._budget_is_scalar else tuple(values)
 
     # ------------------------------------------------------------- feasibility
@@ -288,17 +316,54 @@ class AllocationProblem:
         return self._sum_per_budget(self.unit_costs[:, np.arange(self.num_groups), choices])
 
     def cost(self, allocation: Any) -> Any:
-        """Exact total cost: an int, or a Fraction where it is not whole; a tuple for several budgets."""
-        return self._per_budget([plain(Fraction(u, self.denominator)) for u in self.units(allocation)])
+        """Exact total cost: an int, or a Fraction where it is not whole; per budget where there are several."""
+        return self.priced(self.units(allocation))
+
+    def priced(self, units: Sequence[int]) -> Any:
+        """Totals in units of 1/denominator, one per budget, as :meth:`cost` gives them."""
+        if self.denominator == 1:
+            return self._per_budget([int(u) for u in units])
+        return self._per_budget([plain(Fraction(int(u), self.denominator)) for u in units])
 
     def is_feasible(self, allocation: Any) -> bool:
-        """Whether the allocation uses allowed options only, exceeds no budget and keeps the minimum counts."""
+        """Whether the allocation uses allowed options only, meets every budget and keeps the minimum counts."""
         choices = self._check_choices(allocation)
         if not self.allowed[np.arange(self.num_groups), choices].all():
             return False
         if self.min_counts is not None and not self.min_counts.met(choices):
             return False
-        return all(u <= b for u, b in zip(self.units(choices), self.unit_budgets, strict=True))
+        spent = zip(self.units(choices), self.unit_budgets, strict=True)
+        return all(u == b if self.exact else u <= b for u, b in spent)
+
+    @property
+    def exact(self) -> bool:
+        """Whether allocations must cost exactly the budget."""
+        return self.sense == "=="
+
+    @cached_property
+    def _reachable(self) -> str | None:
+        """The message of the error for a budget that no allocation meets; None if there is no such budget."""
+        if not self.exact or self.num_joint > 1 or self.min_counts is not None:
+            return None  # the knapsack finds out
+        try:
+            _check_reachable(self)
+        except InfeasibleBudgetError as error:
+            return str(error)
+        return None
+
+    def require_reachable(self) -> None:
+        """Raise an error if some budget must be met exactly and is no reachable total; it names the nearest ones.
+
+        Raises:
+            InfeasibleBudgetError: There is such a budget.
+        """
+        if self._reachable is not None:
+            raise InfeasibleBudgetError(self._reachable)
+
+    @cached_property
+    def relaxed(self) -> AllocationProblem:
+        """The problem with budgets that may be left unspent."""
+        return self.replace(sense="<=") if self.exact else self
 
     def allocation(self, choices: Any) -> Allocation:
         """Choices with this problem's labels."""
@@ -436,7 +501,7 @@ class AllocationProblem:
             blocks = [self.block_ids[j] for j in self.block_index]
         return {
             "option_costs": fractions(self._given_costs),
-            "budget": self.budget,
+            "budget": self.budget if self._budget_names is None else self.budget.by_name,
             "weights": fractions(self._weights),
             "sense": self.sense,
             "blocks": blocks,
@@ -452,9 +517,10 @@ class AllocationProblem:
         described = self._arguments()
         described["option_costs"] = self._given_costs.to_json()
         described["weights"] = self._weights.to_json() if self._weights is not None else None
-        described["budget"] = self._per_budget([json_number(b) for b in self.budgets])
-        if isinstance(described["budget"], tuple):
-            described["budget"] = list(described["budget"])
+        numbers = [json_number(b) for b in self.budgets]
+        described["budget"] = numbers[0] if self._budget_is_scalar else numbers
+        if self._budget_names is not None:
+            described["budget_names"] = list(self._budget_names)
         if described["allowed"] is not None:
             described["allowed"] = described["allowed"].tolist()
         return {k: list(v) if isinstance(v, tuple) else v for k, v in described.items() if v is not None}
@@ -463,14 +529,19 @@ class AllocationProblem:
     def from_dict(cls, described: Mapping[str, Any]) -> AllocationProblem:
         """The inverse of :meth:`to_dict`; unknown keys are an error."""
         known = {"option_costs", "budget", "weights", "sense", "blocks", "allowed", "groups", "options"}
-        known |= {"monotone", "min_counts"}
+        known |= {"monotone", "min_counts", "budget_names"}
         unknown = sorted(set(described) - known)
         if unknown:
             raise ValueError(f"Unknown keys {unknown} in a problem; allowed are {sorted(known)}.")
         missing = sorted({"option_costs", "budget"} - set(described))
         if missing:
             raise ValueError(f"A problem needs the keys 'option_costs' and 'budget'; {missing} is missing.")
-        return cls(**described)
+        arguments = dict(described)
+        names = arguments.pop("budget_names", None)
+        if names is not None:
+            by_block = dict(zip(sorted(set(names)), arguments["budget"], strict=True))
+            arguments["budget"] = {name: by_block[name] for name in names}
+        return cls(**arguments)
 
     def to_json(self) -> str:
         """The problem as one JSON object."""
@@ -502,7 +573,8 @@ class AllocationProblem:
 
     def __repr__(self) -> str:
         budgets = f"{show(self.budgets[0])}" if self.num_budgets == 1 else f"{self.num_budgets} budgets"
-        return f"AllocationProblem(groups={self.num_groups}, options={self.num_options}, C {self.sense} {budgets})"
+        sense = self.sense or "<="
+        return f"AllocationProblem(groups={self.num_groups}, options={self.num_options}, C {sense} {budgets})"
 
 
 # ---------------------------------------------------------------------------- checks of the arguments
@@ -619,7 +691,7 @@ def _check_budgets(problem: AllocationProblem) -> None:
 
     Raises:
         InfeasibleBudgetError: A budget lies outside its reachable range, or joint ones cannot be met together.
-        ValueError: Under "==", every assignment costs the same.
+        ValueError: Every assignment costs the same, and the sense is not "<=".
     """
     low, high = problem.counted_range
     for j, budget in enumerate(problem.budgets):
@@ -630,20 +702,56 @@ def _check_budgets(problem: AllocationProblem) -> None:
                 f"{_budget_name(problem, j)} is {show(budget)}, but {reachable}; raise it to at least "
                 f"{show(lowest)}, or allow cheaper options."
             )
-        if problem.sense == "==" and lowest == highest:
+        if problem.sense != "<=" and lowest == highest:
             raise ValueError(
                 f"Under {_budget_name(problem, j)} every assignment costs the same ({show(lowest)}): all options "
                 "of each group cost the same, so the expected cost is constant, its gradient vanishes and "
                 'C = B is not a surface. Give options of different cost, or use sense="<=" if the '
                 "budget is not meant to decide anything."
             )
-        if problem.sense == "==" and budget > highest:
+        if problem.sense != "<=" and budget > highest:
             raise InfeasibleBudgetError(
                 f"{_budget_name(problem, j)} is {show(budget)}, but {reachable}; lower it to at most "
                 f'{show(highest)}, or use sense="<=" if it may be left unspent.'
             )
     if problem.num_joint > 1:
         _check_joint(problem)
+
+
+def _check_reachable(problem: AllocationProblem) -> None:
+    """Raise an error for a budget that no assignment costs exactly, with the nearest totals that one does."""
+    from rco.core.knapsack.equality import nearest_totals
+
+    if problem.unit_costs.dtype == object:
+        raise ValueError(
+            'Totals beyond 2**62 units cannot be met exactly; use sense="<=", or costs with fewer digits.'
+        )
+    low, _ = problem.unit_range
+    costs = problem.unit_costs[0] - problem.unit_costs[0].min(axis=1, keepdims=True)
+    divisor = int(np.gcd.reduce(np.where(problem.allowed, costs, 0), axis=None)) or 1
+    for j, budget in enumerate(problem.budgets):
+        members = slice(None) if problem.block_index is None else problem.block_index == j
+        above = budget * problem.denominator - low[j]
+        below, beyond = nearest_totals(
+            costs[members] // divisor, problem.allowed[members], math.floor(above / divisor)
+        )
+        if below is not None and below * divisor == above:
+            continue
+        if (
+            beyond is not None and beyond * divisor < above
+        ):  # the budget lies between two multiples of the unit
+            _, beyond = nearest_totals(
+                costs[members] // divisor, problem.allowed[members], math.floor(above / divisor) + 1
+            )
+        near = [
+            show(Fraction(low[j] + t * divisor, problem.denominator))
+            for t in (below, beyond)
+            if t is not None
+        ]
+        raise InfeasibleBudgetError(
+            f"No assignment costs exactly {show(budget)} under {_budget_name(problem, j)}; the nearest reachable "
+            f'totals are {" and ".join(near)}. Take one of them, or use sense="<=".'
+        )
 
 
 def _budget_name(problem: AllocationProblem, j: int) -> str:
@@ -663,8 +771,8 @@ def _check_joint(problem: AllocationProblem) -> None:
     matrix = problem.num_groups * problem.relative_costs.reshape(problem.num_joint, -1)[:, cells]
     choose_one = csr_matrix((np.ones(len(cells)), (rows, np.arange(len(cells)))))
     totals, targets = csr_matrix(matrix), problem.num_groups * problem.relative_budgets
-    # Under "==" the continuous iterate must be able to meet every budget at once.
-    exact = problem.sense == "=="
+    # Unless budgets may be left unspent, a continuous iterate must be able to meet all of them at once.
+    exact = problem.sense != "<="
     result = linprog(
         np.zeros(len(cells)),
         A_ub=None if exact else totals,

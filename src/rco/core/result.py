@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
-from rco.core.problem import Allocation
+import torch
+from torch import Tensor
+
+from rco.core.problem import Allocation, AllocationProblem, NamedTotals
 
 __all__ = ["SearchResult", "StepRecord"]
 
@@ -29,6 +33,14 @@ class StepRecord:
     backwards: int = 0  # of which with gradient
     seconds: float = 0.0  # since the search began
     phase: str = "search"  # or "refine"
+    # The best allocation so far where this step found it and one batch gives the loss; None otherwise.
+    allocation: tuple[int, ...] | None = None
+
+    @classmethod
+    def from_dict(cls, described: Mapping[str, Any]) -> StepRecord:
+        """The inverse of ``dataclasses.asdict``, from JSON."""
+        tuples = {name: described.get(name) for name in ("expected_cost", "allocation")}
+        return cls(**{**described, **{k: None if v is None else tuple(v) for k, v in tuples.items()}})
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,7 @@ class SearchResult:
 
     allocation: Allocation
     loss: float  # mean over the selection batches
-    cost: Any  # exact: int, Fraction, or a tuple of them
+    cost: Any  # exact: int, Fraction, or a tuple of them, with names if the budgets have some
     history: list[StepRecord] = field(default_factory=list)
     method: str = "rco"
     seed: int | None = None
@@ -47,10 +59,50 @@ class SearchResult:
     backwards: int = 0
     seconds: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
+    # "finished"; "stopped" by a callback; "target" or "patience" reached; "interrupted"; "not finite" where a loss
+    # was NaN or infinite. Unless finished, the allocation is the best one known at that moment.
+    status: str = "finished"
+    problem: AllocationProblem | None = field(default=None, compare=False, repr=False)
+    logits: Tensor | None = field(default=None, compare=False, repr=False)  # (N, K), of gradient searches
+
+    def save(self, path: str | Path) -> None:
+        """Write everything, the problem and the logits included, as one JSON file; :meth:`load` reads it."""
+        described = self.to_dict()
+        described["problem"] = None if self.problem is None else self.problem.to_dict()
+        described["logits"] = None if self.logits is None else self.logits.tolist()
+        target = Path(path)
+        partial = target.with_name(f"{target.name}.partial")
+        partial.write_text(json.dumps(described))
+        partial.replace(target)
+
+    @classmethod
+    def load(cls, path: str | Path) -> SearchResult:
+        """Read the output of :meth:`save`."""
+        described = json.loads(Path(path).read_text())
+        problem, logits = described.pop("problem"), described.pop("logits")
+        return replace(
+            cls.from_dict(described),
+            problem=None if problem is None else AllocationProblem.from_dict(problem),
+            logits=None if logits is None else torch.tensor(logits, dtype=torch.float64),
+        )
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Figure of the losses, the violation of the budget and the entropy of the logits over the evaluations.
+
+        Args:
+            path: File to write, in the format of its ending; None: only the figure is returned.
+        """
+        from rco.core.result_plot import plot_result
+
+        figure = plot_result(self)
+        if path is not None:
+            figure.savefig(path)
+        return figure
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready description."""
-        described = {f.name: getattr(self, f.name) for f in fields(self)}
+        """A JSON-ready description, without the problem and the logits; see :meth:`save`."""
+        kept = [f.name for f in fields(self) if f.name not in ("problem", "logits")]
+        described = {name: getattr(self, name) for name in kept}
         described["allocation"] = {
             "choices": self.allocation.tolist(),
             "groups": list(self.allocation.groups) if self.allocation.groups else None,
@@ -66,13 +118,10 @@ class SearchResult:
         data = dict(described)
         allocation = data.pop("allocation")
         history = data.pop("history", [])
-        for record in history:
-            if record.get("expected_cost") is not None:
-                record["expected_cost"] = tuple(record["expected_cost"])
         return cls(
             allocation=Allocation(allocation["choices"], allocation["groups"], allocation["options"]),
             cost=_number_from_json(data.pop("cost")),
-            history=[StepRecord(**record) for record in history],
+            history=[StepRecord.from_dict(record) for record in history],
             **data,
         )
 
@@ -87,6 +136,9 @@ class SearchResult:
 
 
 def _number_to_json(value: Any) -> Any:
+    if isinstance(value, NamedTotals):
+        named = value.by_name
+        return {"names": list(named), "numbers": [_number_to_json(entry) for entry in named.values()]}
     if isinstance(value, tuple | list):
         return [_number_to_json(entry) for entry in value]
     return str(value) if isinstance(value, Fraction) else int(value)
@@ -95,6 +147,10 @@ def _number_to_json(value: Any) -> Any:
 def _number_from_json(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_number_from_json(entry) for entry in value)
+    if isinstance(value, Mapping):
+        named = dict(zip(value["names"], map(_number_from_json, value["numbers"]), strict=True))
+        order = sorted(named)
+        return NamedTotals([named[name] for name in order], order, value["names"])
     if isinstance(value, str):
         return Fraction(value)
     return value

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -26,11 +26,11 @@ from rco.core.choice import Candidates, SampleTracker
 from rco.core.evaluator import Evaluator
 from rco.core.expected_cost import expected_cost
 from rco.core.interaction import InteractionLosses
-from rco.core.objective import CallableObjective
-from rco.core.optimizer import LogitOptimizer, ManifoldOptimizer
+from rco.core.measured_curvature import MeasuredCurvature
+from rco.core.optimizer import LogitOptimizer, ManifoldOptimizer, Surface, search_surface
 from rco.core.problem import AllocationProblem
-from rco.core.refine import refine
-from rco.core.result import SearchResult, StepRecord
+from rco.core.restarts import LocalOptima
+from rco.core.result import SearchResult
 from rco.core.sampling import batch_order, feasible_choices, gumbel_noise, straight_through
 from rco.core.searcher import OPEN_END, BudgetedSearch, SearchRun, SearchState
 
@@ -42,7 +42,6 @@ __all__ = [
     "PlainRCO",
     "Schedule",
     "fit_schedule",
-    "minimize",
     "temperature",
 ]
 
@@ -53,6 +52,9 @@ MOST_CANDIDATES = _OWN_CANDIDATES + 4
 _CHOICE, _REFINE = 0.15, 0.2
 _SHORT = 400  # evaluations below which nothing is left for exchanges
 _FEW_STEPS = 20  # below which fewer samples are drawn, for more steps
+# Where one batch gives the loss: evaluations of the loop and of the refinement before it.
+_LOOP_PER_GROUP, _SHORTEST_LOOP, _LONGEST_LOOP = 20, 240, 2400
+_OPENING_PER_GROUP, _SHORTEST_OPENING, _LONGEST_OPENING = 6, 120, 600
 _LOOP_SECONDS = 0.75  # share of the seconds that the loop may take, where seconds are limited
 
 
@@ -73,11 +75,16 @@ class GumbelSearch(BudgetedSearch):
         curvature: Correct the gradient of options that were not sampled by the objective's curvature, if known.
         choose: Compare the final knapsack with other candidates and the starting points; without, the final one is
             the result. Algorithm 1 as printed is ``choose=False, refine=0, curvature=False, monotone=False``.
+        surface: Whether the expected cost of the logits equals the budget (``"=="``) or may stay below (``"<="``).
+            None: ``"=="`` where the budget must be met exactly or costlier options are never worse, ``"<="``
+            elsewhere.
         monotone: Whether costlier options are never worse, so that unspent budget is spent; None: as the
             problem declares.
         seed, max_evaluations, max_seconds: See :class:`rco.core.searcher.BudgetedSearch`. An allowance shortens
             the loop and the parts after it; the temperature then falls over the shorter loop.
     """
+
+    meets_exactly: ClassVar[bool] = True
 
     steps: int | None = 200
     samples: int = 16
@@ -89,6 +96,7 @@ class GumbelSearch(BudgetedSearch):
     refine: int | None = 64
     curvature: bool = True
     choose: bool = True
+    surface: Surface | None = None
     monotone: bool | None = None
 
     def __post_init__(self) -> None:
@@ -100,6 +108,8 @@ class GumbelSearch(BudgetedSearch):
             raise ValueError(f"lr must be positive, got {self.lr}.")
         if len(self.tau) != 2 or not 0 < self.tau[1] <= self.tau[0]:
             raise ValueError(f"tau must be (first, last) with first >= last > 0, got {self.tau}.")
+        if self.surface not in ("==", "<=", None):
+            raise ValueError(f'surface must be "==", "<=" or None, got {self.surface!r}.')
         if not 0 < self.average_last <= 1:
             raise ValueError(f"average_last must lie in (0, 1], got {self.average_last}.")
         if self.antithetic and self.samples % 2:
@@ -110,8 +120,12 @@ class GumbelSearch(BudgetedSearch):
         """Whether the starting points are among the candidates."""
         return self.choose
 
+    def surface_for(self, problem: AllocationProblem) -> Surface:
+        """The surface on which the logits move."""
+        return self.surface or search_surface(problem)
+
     @abstractmethod
-    def make_optimizer(self, problem: AllocationProblem, prior: Tensor) -> LogitOptimizer:
+    def make_optimizer(self, problem: AllocationProblem, prior: Tensor, surface: Surface) -> LogitOptimizer:
         """The optimizer of this method's logits."""
 
     def loop(self, run: SearchRun) -> SearchResult:
@@ -139,6 +153,8 @@ class GumbelSearch(BudgetedSearch):
 
         with run.allowance():
             for step in run.steps(schedule.steps, cost=state.step_cost):  # line 2
+                if step == 0:
+                    state.open()
                 if state.progress(step) >= 1.0:  # the loop's share of the seconds is used up
                     break
                 tau = temperature(state.progress(step + 1), self.tau)
@@ -172,9 +188,9 @@ class RCO(GumbelSearch):
 
     name: ClassVar[str] = "rco"
 
-    def make_optimizer(self, problem: AllocationProblem, prior: Tensor) -> LogitOptimizer:
+    def make_optimizer(self, problem: AllocationProblem, prior: Tensor, surface: Surface) -> LogitOptimizer:
         """Riemannian Adam on the budget manifold."""
-        return ManifoldOptimizer(problem, prior, self.lr)
+        return ManifoldOptimizer(problem, prior, self.lr, surface)
 
 
 # Algorithm 1 exactly as the paper prints it. Temperatures of section 3.1; the straight-through gradient without
@@ -202,6 +218,10 @@ class PlainRCO(RCO):
     choose: bool = field(default=PRINTED["choose"], init=False)
     monotone: bool | None = field(default=PRINTED["monotone"], init=False)
 
+    def surface_for(self, problem: AllocationProblem) -> Surface:
+        """C = B as printed; with the slack variable of appendix A.7 where the budget may be left unspent."""
+        return self.surface or ("<=" if problem.sense == "<=" else "==")
+
 
 def temperature(progress: float, tau: tuple[float, float]) -> float:
     """Exponential annealing from tau[0] to tau[1], reached at ``progress`` 1 (paper, section 3.1)."""
@@ -218,21 +238,26 @@ class Schedule:
         samples: Samples per step.
         selection: Batches that candidates are compared on.
         refine: Evaluations for what follows the choice.
+        opening: Evaluations for the refinement of the starting points before the loop.
     """
 
     steps: int
     samples: int
     selection: int
     refine: int
+    opening: int = 0
 
 
-def fit_schedule(settings: GumbelSearch, evaluator: Evaluator, candidates: int) -> Schedule:
+def fit_schedule(settings: GumbelSearch, evaluator: Evaluator, candidates: int, groups: int) -> Schedule:
     """The schedule of a search: its settings without an allowance, reduced to fit with one.
 
     A part is set aside for choosing among the candidates and for exchanges; the loop has the rest. A short loop
-    benefits more from steps than from samples.
+    benefits more from steps than from samples. Where one batch gives the loss the schedule depends on the size of
+    the problem alone, and the allowance ends the search wherever it is.
     """
     available = evaluator.selection.num_batches
+    if evaluator.one_loss and settings.choose and settings.refine != 0 and settings.limited:
+        return _fixed_schedule(settings, groups)
     if math.isinf(evaluator.most):
         steps, passes = settings.steps, settings.refine
         if steps is None:
@@ -258,17 +283,37 @@ def fit_schedule(settings: GumbelSearch, evaluator: Evaluator, candidates: int) 
     )
 
 
+def _fixed_schedule(settings: GumbelSearch, groups: int) -> Schedule:
+    """Opening and loop by the number of groups; all that is left of the allowance follows the loop.
+
+    The schedule does not depend on the allowance: a larger one continues the search that a smaller one ends, so
+    that its result is never worse.
+    """
+    per_sample = 3 * settings.batches_per_sample
+    evaluations = min(max(_LOOP_PER_GROUP * groups, _SHORTEST_LOOP), _LONGEST_LOOP)
+    samples, fewer = settings.samples, 2 if settings.antithetic else 1
+    while samples > fewer and evaluations < per_sample * samples * _FEW_STEPS:
+        samples -= fewer
+    steps = max(evaluations // (per_sample * samples), 1)
+    if settings.steps is not None:
+        steps = min(steps, settings.steps)
+    refined = OPEN_END if settings.refine is None else settings.refine
+    opening = min(max(_OPENING_PER_GROUP * groups, _SHORTEST_OPENING), _LONGEST_OPENING)
+    return Schedule(steps, samples, 1, refined, min(opening, refined))
+
+
 class GumbelState(SearchState):
     """The logits, their averages, the best sample, and the schedule."""
 
-    saved = ("optimizer", "average", "prices", "averaged", "interaction", "best")
+    saved = ("optimizer", "average", "prices", "averaged", "interaction", "best", "optima", "measured")
 
     def __init__(self, settings: GumbelSearch, run: SearchRun, problem: AllocationProblem) -> None:
         super().__init__(run, problem)
         self.settings = settings
         self.candidates = _OWN_CANDIDATES if settings.choose else 1
-        self._follow(fit_schedule(settings, self.evaluator, self.candidates + self.evaluator.starts))
-        self.optimizer = settings.make_optimizer(problem, run.scores())
+        compared = self.candidates + self.evaluator.starts
+        self._follow(fit_schedule(settings, self.evaluator, compared, problem.num_groups))
+        self.optimizer = settings.make_optimizer(problem, run.scores(), settings.surface_for(problem))
         self.average = torch.zeros_like(run.scores())
         # Losses of the options, predicted at the samples of the last steps.
         self.prices = torch.zeros_like(self.average)
@@ -280,9 +325,15 @@ class GumbelState(SearchState):
             else None
         )
         self.best = SampleTracker(self.evaluator.objective.num_batches)
+        self.optima = LocalOptima(problem, self.evaluator, settings.seed, run.refined)
+        self.measured: MeasuredCurvature | None = None
+        if curvature is None and settings.curvature and self.evaluator.one_loss:
+            self.measured = MeasuredCurvature(problem.num_groups, problem.num_options)
+            self.evaluator.measured = self.measured
 
     def _follow(self, schedule: Schedule) -> None:
-        self.schedule, self.kept_back = schedule, schedule.refine
+        self.schedule = schedule
+        self.kept_back = 0 if schedule.opening else schedule.refine
         self.evaluator.selection_batches = range(schedule.selection)
 
     def step_cost(self, step: int) -> int:
@@ -309,6 +360,8 @@ class GumbelState(SearchState):
         """A sample's gradient in the gates (N, K), plus the curvature's cost of leaving its choices."""
         if self.interaction is not None:
             self.interaction.add(choices, slope)
+        if self.measured is not None:
+            self.measured.add(choices, slope)
         curved = self.evaluator.switch_curvature(choices) if self.settings.curvature else None
         return slope if curved is None else slope + curved
 
@@ -352,17 +405,31 @@ class GumbelState(SearchState):
         if self.best.choices is not None:
             candidates.add("best sample", self.best.choices, final)
 
-    def polish(
-        self, choices: np.ndarray, losses: np.ndarray, on_step: Callable[[StepRecord], None] | None
-    ) -> tuple[np.ndarray, float]:
-        """Refine the candidate while the allowance lasts and moves lower its loss."""
+    def open(self) -> None:
+        """Refine the starting points before the first step, where one batch gives the loss."""
+        if self.schedule.opening:
+            ranked = self.run.starts().ranked()
+            allowance = min(float(self.schedule.opening), self.evaluator.left)
+            self.optima.climb([each[1:] for each in ranked], allowance)
+
+    def current_logits(self) -> Tensor:
+        """The logits of the last step."""
+        return self.optimizer.logits.detach().clone()
+
+    def polish(self, ranked: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, float]:
+        """Refine the candidates, then perturbations of them, while the allowance lasts."""
         allowance = min(float(self.schedule.refine), self.evaluator.left)
         if self.settings.refine is None:
             allowance = self.evaluator.left  # including what the loop did not use
-        if allowance < 1 or not self.evaluator.in_time:
-            return choices, float(losses.mean())
-        refined = refine(self.problem, self.evaluator, choices, losses, allowance=allowance, on_step=on_step)
-        return refined.choices, refined.loss
+        choices, losses = ranked[0]
+        if allowance >= 1 and self.evaluator.in_time:
+            end = self.evaluator.evaluations + allowance
+            with self.run.allowance():
+                self.optima.climb(ranked, allowance)
+                self.optima.restart(end - self.evaluator.evaluations, self.settings.patience)
+        if self.optima.found and self.optima.best[1] < losses.mean():
+            return self.optima.best
+        return choices, float(losses.mean())
 
     def state(self) -> dict[str, Any]:
         """The state with the schedule, which a new allowance does not change."""
@@ -372,25 +439,3 @@ class GumbelState(SearchState):
         """The inverse of :meth:`state`."""
         self._follow(Schedule(**state["schedule"]))
         super().load(state)
-
-
-def minimize(
-    loss_of_gates: Callable[[Tensor], Tensor],
-    problem: AllocationProblem,
-    *,
-    steps: int = 200,
-    samples: int = 16,
-    seed: int = 0,
-    prior: Tensor | None = None,
-    on_step: Callable[[StepRecord], None] | None = None,
-    **settings: Any,
-) -> SearchResult:
-    """Minimise a differentiable function of one-hot gates (N, K) under the problem's budget.
-
-    Further settings are those of :class:`RCO`.
-    """
-    unknown = sorted(set(settings) - {f.name for f in fields(RCO)})
-    if unknown:
-        raise TypeError(f"Unknown settings {unknown}; RCO takes {sorted(f.name for f in fields(RCO))}.")
-    searcher = replace(RCO(), steps=steps, samples=samples, seed=seed, **settings)
-    return searcher.search(problem, CallableObjective(loss_of_gates), prior=prior, on_step=on_step)

@@ -20,7 +20,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from rco.core.choice import Candidates
-from rco.core.evaluator import Evaluator, OutOfAllowance
-from rco.core.moves import layer_order, uniform_allocation
-from rco.core.objective import Loss
-from rco.core.problem import AllocationProblem
+from rco.core.evaluator import Evaluator, OutOfAllowance, SearchStopped
+from rco.core.moves import layer_order, repaired, uniform_allocation
+from rco.core.objective import Loss, one_hot
+from rco.core.problem import AllocationProblem, InfeasibleBudgetError
 from rco.core.result import SearchResult, StepRecord
 from rco.core.sampling import batch_order
 
@@ -43,16 +43,19 @@ __all__ = [
     "SearchRun",
     "SearchState",
     "Searcher",
+    "checked_start",
     "checked_table",
 ]
 
 OPEN_END = 10**9  # steps of a search that only its allowance ends
-_STATE_VERSION = 4
-_ALLOWANCE = ("max_evaluations", "max_seconds")  # may change when a search is resumed
+_STATE_VERSION = 5
+_START_PREFERENCE = 2.0  # logits of a starting allocation, where there is no prior
+_POSITIVE = ("max_evaluations", "max_seconds", "patience")
+_ALLOWANCE = (*_POSITIVE, "target")  # may change when a search is resumed
 
 # The allocation is computed on demand, which may take a knapsack or more.
 OnIncumbent = Callable[[StepRecord, Callable[[], np.ndarray | None]], None]
-OnStep = Callable[[StepRecord], None]
+OnStep = Callable[[StepRecord], Any]  # True ends the search
 S = TypeVar("S", bound="SearchState")
 
 
@@ -83,6 +86,8 @@ class BudgetedSearch(ABC):
         max_evaluations: Most batches of the objective to forward, a backward counting as two more, with the final
             choice and everything after it; None: as many as the method's settings require.
         max_seconds: Seconds after which no new evaluation begins, except for the final choice.
+        patience: Steps in a row without a lower loss after which the search ends; None: it goes on.
+        target: A loss at or below which the search ends at once; None: it goes on.
     """
 
     name: ClassVar[str]
@@ -90,18 +95,28 @@ class BudgetedSearch(ABC):
     # starting point at all: not for fixed rules, which are to be measured unchanged.
     spends_uniform: ClassVar[bool] = True
     starts_from_prior: ClassVar[bool] = True
+    # Whether the method itself keeps to budgets that must be met exactly. The others work with budgets that may be
+    # left unspent, and the nearest allocation that meets them is their proposal.
+    meets_exactly: ClassVar[bool] = False
 
     seed: int = 0
     max_evaluations: int | None = None
     max_seconds: float | None = None
+    patience: int | None = None
+    target: float | None = None
 
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}.")
-        for name in _ALLOWANCE:
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, or None for no limit, got {value}.")
+
+    @property
+    def limited(self) -> bool:
+        """Whether an allowance ends the search."""
+        return self.max_evaluations is not None or self.max_seconds is not None
 
     @property
     def compares_starts(self) -> bool:
@@ -117,7 +132,7 @@ class BudgetedSearch(ABC):
 
     def require_end(self, name: str) -> None:
         """Raise an error if a number of steps is open and no allowance ends the search."""
-        if getattr(self, name) is None and self.max_evaluations is None and self.max_seconds is None:
+        if getattr(self, name) is None and not self.limited:
             raise ValueError(
                 f"{name}=None goes on until an allowance ends; give max_evaluations or max_seconds."
             )
@@ -129,29 +144,35 @@ class BudgetedSearch(ABC):
     def search(
         self,
         problem: AllocationProblem,
-        objective: Loss,
+        objective: Loss | Callable[[Tensor], Any],
         *,
         prior: Tensor | None = None,
         proxy: Tensor | None = None,
+        start: Any = None,
         on_step: OnStep | None = None,
         on_checkpoint: Callable[[dict[str, Any]], None] | None = None,
         on_incumbent: OnIncumbent | None = None,
         resume: Mapping[str, Any] | None = None,
+        best_on_failure: bool = False,
     ) -> SearchResult:
-        """Find an allocation of low loss that is never over budget and never worse than its starting points.
+        """Find an allocation of low loss that meets the budget and is never worse than its starting points.
 
         Args:
             problem: Costs and budget.
-            objective: The loss: an :class:`rco.core.objective.Objective`, or any object with ``num_batches`` and
-                ``loss(gates, batch)``.
+            objective: The loss: an :class:`rco.core.objective.Objective`, any object with ``num_batches`` and
+                ``loss(gates, batch)``, or a function of the gates.
             prior: (N, K) scores, higher is better.
             proxy: (N, K) losses of the options, taken to add up; their exact knapsack is among the candidates.
-            on_step: Called with a record after every step.
+            start: An allocation that is among the starting points; without a prior the search starts near it.
+            on_step: Called with a record after every step and every exchange that pays; returning True,
+                or raising StopIteration, ends the search with the best candidate so far.
             on_checkpoint: Called after every step with a state that ``resume`` accepts.
             on_incumbent: Called after every step with its record and a function that returns the allocation the
                 method would propose if it ended there, or None if it has none yet.
             resume: A state from ``on_checkpoint``; the search goes on to the result it would have reached. The
                 allowance may differ, nothing else.
+            best_on_failure: Whether KeyboardInterrupt and losses that are not finite end the search with the best
+                allocation known, and a status that tells; otherwise, or if none is known, they are raised.
         """
         run = SearchRun(
             self,
@@ -159,12 +180,20 @@ class BudgetedSearch(ABC):
             objective,
             prior=prior,
             proxy=proxy,
+            start=start,
             on_step=on_step,
             on_checkpoint=on_checkpoint,
             on_incumbent=on_incumbent,
             resume=resume,
         )
-        return self.loop(run)
+        if not best_on_failure:
+            return self.loop(run)
+        try:
+            return self.loop(run)
+        except KeyboardInterrupt:
+            return run.best_known("interrupted")
+        except FloatingPointError:
+            return run.best_known("not finite")
 
 
 class SearchState(ABC):
@@ -192,13 +221,16 @@ class SearchState(ABC):
     def propose(self, candidates: Candidates) -> None:
         """Add the candidates found so far, the method's own first; the search can go on afterwards."""
 
-    def polish(
-        self, choices: np.ndarray, losses: np.ndarray, on_step: OnStep | None
-    ) -> tuple[np.ndarray, float]:
-        """Improve the chosen candidate with the rest of the allowance; most methods leave it unchanged.
+    def current_logits(self) -> Tensor | None:
+        """(N, K) logits of a gradient search; None for other methods."""
+        return None
 
-        ``losses`` are the candidate's, one per selection batch; the returned loss is a mean over them.
+    def polish(self, ranked: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, float]:
+        """Improve on the candidates with the rest of the allowance; most methods return the first, the best.
+
+        Each candidate comes with its losses, one per selection batch; the returned loss is a mean over them.
         """
+        choices, losses = ranked[0]
         return choices, float(losses.mean())
 
     def incumbent(self) -> np.ndarray | None:
@@ -241,10 +273,11 @@ class SearchRun:
         settings: The method.
         problem: Costs and budget.
         objective: The loss.
-        prior, proxy, on_step, on_checkpoint, on_incumbent, resume: As for :meth:`BudgetedSearch.search`.
+        prior, proxy, start, on_step, on_checkpoint, on_incumbent, resume: As for :meth:`BudgetedSearch.search`.
 
     Attributes:
-        problem: As given.
+        target: The problem as given.
+        problem: The problem that the method works on: the same, or with budgets that may be left unspent.
         prior: (N, K) float64 scores, or None.
         evaluator: The objective, counted.
         step: Steps taken so far.
@@ -255,27 +288,34 @@ class SearchRun:
         self,
         settings: BudgetedSearch,
         problem: AllocationProblem,
-        objective: Loss,
+        objective: Loss | Callable[[Tensor], Any],
         *,
         prior: Tensor | None = None,
         proxy: Tensor | None = None,
+        start: Any = None,
         on_step: OnStep | None = None,
         on_checkpoint: Callable[[dict[str, Any]], None] | None = None,
         on_incumbent: OnIncumbent | None = None,
         resume: Mapping[str, Any] | None = None,
     ) -> None:
-        self.settings, self.problem = settings, problem
+        problem.require_reachable()
+        self.settings, self.target = settings, problem
+        self.problem = problem if settings.meets_exactly else problem.relaxed
         self.prior = None if prior is None else torch.from_numpy(checked_table(prior, problem, "prior"))
         self._proxy = None if proxy is None else torch.from_numpy(checked_table(proxy, problem, "proxy"))
         self._on_step, self._on_checkpoint, self._on_incumbent = on_step, on_checkpoint, on_incumbent
         self._uniform = uniform_allocation(problem)
+        self.start = None if start is None else checked_start(start, problem)
+        self.status = "finished"
+        self._since_best = 0
         self.evaluator = Evaluator(objective)
+        self.evaluator.problem = problem
         self.evaluator.limit(settings.max_evaluations, settings.max_seconds)
         self.evaluator.starts = self._most_starts()
         self.notes: dict[str, Any] = {}
         self.step = 0
         self._planned = 0
-        self._best = math.inf
+        self._best = self._shown = math.inf
         self._history: list[StepRecord] = []
         self._state: SearchState | None = None
         self._resumed = resume
@@ -288,14 +328,17 @@ class SearchRun:
             return 0
         spent = 2 if self.problem.monotone else 1
         known = self.settings.starts_from_prior
-        return 1 + int(known and self.prior is not None) + spent * int(known and self._proxy is not None)
+        priors = int(known and self.prior is not None) + spent * int(known and self._proxy is not None)
+        return 1 + priors + int(self.start is not None)
 
     # ------------------------------------------------------------ interface of loops
 
     def scores(self) -> Tensor:
-        """The prior, or zeros."""
+        """The prior; without one a preference for the starting allocation, or zeros."""
         if self.prior is not None:
             return self.prior
+        if self.start is not None:
+            return _START_PREFERENCE * one_hot(self.start, self.problem.num_options)
         return torch.zeros(self.problem.num_groups, self.problem.num_options, dtype=torch.float64)
 
     def losses(self, choices: np.ndarray, batches: Sequence[int]) -> np.ndarray:
@@ -326,9 +369,15 @@ class SearchRun:
 
     @contextlib.contextmanager
     def allowance(self) -> Iterator[None]:
-        """Context that ends the loop inside it when the allowance runs out; the unfinished step is dropped."""
-        with contextlib.suppress(OutOfAllowance):
-            yield
+        """Context that ends the loop inside it when the allowance runs out or a callback ends the search.
+
+        An unfinished step is dropped.
+        """
+        try:
+            with contextlib.suppress(OutOfAllowance):
+                yield
+        except SearchStopped as stop:
+            self.status = str(stop)
 
     def steps(self, planned: int, cost: Callable[[int], int] | int = 1) -> Iterator[int]:
         """Step numbers from 0, or from the step of a resumed search, while the allowance covers the next one.
@@ -355,7 +404,9 @@ class SearchRun:
         """
         assert self._state is not None, "a loop resumes a state before its first step"
         self.step += 1
-        self._best = min(self._best, loss)
+        lowest = min(self._best, loss, described.get("best_loss", loss))
+        self._since_best = 0 if lowest < self._best else self._since_best + 1
+        self._best = lowest
         fields: dict[str, Any] = {
             "step": self.step,
             "steps": self._planned,
@@ -366,14 +417,43 @@ class SearchRun:
             "seconds": self.evaluator.seconds,
             **described,
         }
-        record = StepRecord(**fields)
+        record = self._with_allocation(StepRecord(**fields))
         self._history.append(record)
         if self._on_checkpoint is not None:
             self._on_checkpoint(self._checkpoint())
-        if self._on_step is not None:
-            self._on_step(record)
+        stop = self._calls_for_a_stop(record)
         if self._on_incumbent is not None:
             self._on_incumbent(record, self._state.incumbent)
+        if stop is not None:
+            raise SearchStopped(stop)
+        if self.settings.patience is not None and self._since_best >= self.settings.patience:
+            raise SearchStopped("patience")
+
+    def refined(self, record: StepRecord) -> None:
+        """Keep the record of an exchange that paid, and call back."""
+        record = self._with_allocation(record)
+        self._history.append(record)
+        stop = self._calls_for_a_stop(record)
+        if stop is not None:
+            raise SearchStopped(stop)
+
+    def _with_allocation(self, record: StepRecord) -> StepRecord:
+        """The record with the best allocation, if it is new since the last record."""
+        if self.evaluator.best_choices is None or self.evaluator.best_loss >= self._shown:
+            return record
+        self._shown = self.evaluator.best_loss
+        return replace(record, allocation=tuple(self.evaluator.best_choices.tolist()))
+
+    def _calls_for_a_stop(self, record: StepRecord) -> str | None:
+        """Call back; the status if that or the target ends the search."""
+        if self._on_step is not None:
+            try:
+                if self._on_step(record) in (True,):  # not just any value: progress bars return some
+                    return "stopped"
+            except StopIteration:
+                return "stopped"
+        target = self.settings.target
+        return "target" if target is not None and record.best_loss <= target else None
 
     def choose(self) -> SearchResult:
         """Compare the candidates with the starting points on the selection split, and polish the winner."""
@@ -386,28 +466,56 @@ class SearchRun:
         # Joint knapsacks can run out of time, so that a method has nothing to propose.
         if self.settings.compares_starts or not candidates.choices:
             self._add_starts(candidates)
+        if self.target.exact:
+            for name, choices in candidates.choices.items():
+                candidates.choices[name] = repaired(self.target, choices)
         for name, choices in candidates.choices.items():
-            assert self.problem.is_feasible(choices), f"{self.settings.name} proposed {name} over budget"
-        name, choices, losses = candidates.best()
+            assert self.target.is_feasible(choices), (
+                f"{self.settings.name} proposed {name}, which is infeasible"
+            )
+        ranked = candidates.ranked()
+        name, choices, losses = ranked[0]
         loss = float(losses.mean())
         self.evaluator.reserve = 0
-        polished, better = state.polish(choices, losses, self._on_step)
-        if better < loss:
-            name, choices, loss = "refined", polished, better
+        if self.status == "finished":
+            polished, better = state.polish([each[1:] for each in ranked])
+            if better < loss:
+                name, choices, loss = "refined", polished, better
+                candidates.losses[name] = loss
+        if self.settings.compares_starts and self.evaluator.best_loss < loss:  # a sample, or an exchange
+            assert self.evaluator.best_choices is not None
+            name, choices, loss = "best seen", self.evaluator.best_choices, self.evaluator.best_loss
             candidates.losses[name] = loss
+        return self._result(choices, loss, name, candidates.losses)
+
+    def best_known(self, status: str) -> SearchResult:
+        """The result of a search that failed: the best allocation known; without one the failure is raised."""
+        choices = self.evaluator.best_choices
+        if choices is None:
+            raise  # the failure that is being handled
+        self.status = status
+        return self._result(choices, self.evaluator.best_loss, "best seen", {})
+
+    def _result(
+        self, choices: np.ndarray, loss: float, name: str, candidates: dict[str, float]
+    ) -> SearchResult:
+        settings = {**asdict(self.settings), **self.notes, "steps_taken": self.step}
         return SearchResult(
-            allocation=self.problem.allocation(choices),
+            allocation=self.target.allocation(choices),
             loss=loss,
-            cost=self.problem.cost(choices),
+            cost=self.target.cost(choices),
             history=self._history,
             method=self.settings.name,
             seed=self.settings.seed,
             chosen_from=name,
-            candidates=candidates.losses,
+            candidates=candidates,
             forwards=self.evaluator.forwards,
             backwards=self.evaluator.backwards,
             seconds=self.evaluator.seconds,
-            settings={**asdict(self.settings), **self.notes, "steps_taken": self.step},
+            settings={k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()},
+            status=self.status,
+            problem=self.target,
+            logits=None if self._state is None else self._state.current_logits(),
         )
 
     def _check_allowance(self, first: int) -> None:
@@ -419,7 +527,15 @@ class SearchRun:
                 f"{first + reserve}, or give the method smaller settings."
             )
 
+    def starts(self) -> Candidates:
+        """The starting points, ready to be compared."""
+        candidates = Candidates(self.problem, self.evaluator)
+        self._add_starts(candidates)
+        return candidates
+
     def _add_starts(self, candidates: Candidates) -> None:
+        if self.start is not None:
+            candidates.add("start", self.start, self.scores())
         if self.settings.starts_from_prior and self._proxy is not None:
             candidates.add_exactly("proxy", -self._proxy)
         if self.settings.starts_from_prior and self.prior is not None:
@@ -442,11 +558,14 @@ class SearchRun:
             "version": _STATE_VERSION,
             "method": self.settings.name,
             "settings": self._plain_settings(),
-            "problem": self.problem.fingerprint,
+            "problem": self.target.fingerprint,
             "prior": _plain(self.prior),
             "proxy": _plain(self._proxy),
             "step": self.step,
             "best": self._best,
+            "since_best": self._since_best,
+            "shown": self._shown,
+            "seen": [_plain(self.evaluator.best_choices), self.evaluator.best_loss],
             "counter": [self.evaluator.forwards, self.evaluator.backwards],
             "seconds": self.evaluator.seconds,
             "history": [asdict(record) for record in self._history],
@@ -460,7 +579,7 @@ class SearchRun:
                 f"The checkpoint is from {state.get('method')}, version {state.get('version')}; this search is "
                 f"{self.settings.name} and reads version {_STATE_VERSION}."
             )
-        if state["problem"] != self.problem.fingerprint:
+        if state["problem"] != self.target.fingerprint:
             raise ValueError(
                 "The checkpoint belongs to another problem (costs, budget or locks differ); resume with the same "
                 "problem or start anew."
@@ -479,9 +598,23 @@ class SearchRun:
                     f"The checkpoint was started from another {name}; resume with the same one or start anew."
                 )
         self.step, self._best = state["step"], state["best"]
+        self._since_best, self._shown = state["since_best"], state["shown"]
+        choices, self.evaluator.best_loss = state["seen"]
+        self.evaluator.best_choices = None if choices is None else _restored(choices)
         self.evaluator.forwards, self.evaluator.backwards = state["counter"]
         self.evaluator.seconds_before = state["seconds"]
-        self._history = [_step_record(record) for record in state["history"]]
+        self._history = [StepRecord.from_dict(record) for record in state["history"]]
+
+
+def checked_start(start: Any, problem: AllocationProblem) -> np.ndarray:
+    """A starting allocation as an array; it must be feasible."""
+    choices = np.asarray(problem.allocation(start))
+    if not problem.is_feasible(choices):
+        raise InfeasibleBudgetError(
+            f"The starting allocation is not feasible: it costs {problem.cost(choices)}, the budget is "
+            f"{problem.budget}, and it must use allowed options and keep the minimum counts."
+        )
+    return choices
 
 
 def checked_table(table: Any, problem: AllocationProblem, name: str) -> np.ndarray:
@@ -489,7 +622,8 @@ def checked_table(table: Any, problem: AllocationProblem, name: str) -> np.ndarr
     array = np.asarray(torch.as_tensor(table).detach().to("cpu", torch.float64))
     shape = (problem.num_groups, problem.num_options)
     if array.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {array.shape}.")
+        hint = " For an allocation give start= instead." if array.shape == shape[:1] else ""
+        raise ValueError(f"{name} must have shape {shape}, got {array.shape}.{hint}")
     if not np.isfinite(array[problem.allowed]).all():
         group, option = np.argwhere(~np.isfinite(array) & problem.allowed)[0]
         raise ValueError(
@@ -497,11 +631,6 @@ def checked_table(table: Any, problem: AllocationProblem, name: str) -> np.ndarr
             f"group {group}."
         )
     return np.where(problem.allowed, array, 0.0)
-
-
-def _step_record(record: Mapping[str, Any]) -> StepRecord:
-    cost = record["expected_cost"]
-    return StepRecord(**{**record, "expected_cost": tuple(cost) if cost is not None else None})
 
 
 def _plain(value: Any) -> Any:

@@ -217,13 +217,18 @@ class Format(ABC):
         Args:
             weight: (out, in) of any floating-point type.
             statistics: (in, in) second moments of the layer's inputs, as
-                :class:`~rco.formats.hessian.HessianAccumulator` gives them; None if there are none.
+                :class:`~rco.formats.hessian.HessianAccumulator` gives them, or their diagonal (in,) for
+                families that use no more; None if there are none.
             settings: Further settings; defaults if None.
         """
 
     @abstractmethod
     def decode(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """The dense matrix in ``dtype``: bit for bit the one that the serving engine computes with, then cast."""
+
+    def dense(self, stored: Stored) -> Tensor | None:
+        """The stored tensor that is the weight itself, of any floating-point type; None if it must be decoded."""
+        return None
 
     def decode_into(self, stored: Stored, out: Tensor) -> None:
         """Write the decoded matrix to ``out``, which may be on another device."""
@@ -233,9 +238,18 @@ class Format(ABC):
         """The equivalent format that is written for rows of that length."""
         return self
 
+    def fits(self, columns: int) -> bool:
+        """Whether rows of that length can be stored."""
+        return True
+
     def nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
         """Exact bytes of a weight's tensors in the checkpoint file."""
         return sum(tensor.nbytes for tensor in self.layout(shape, dtype).values())
+
+    def memory_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        """Bytes of a weight in memory during a search; by default those of the file, without its shape."""
+        layout = self.on(shape[1]).layout(shape, dtype)
+        return sum(tensor.nbytes for name, tensor in layout.items() if name != "weight_shape")
 
     def file_tensors(self, stored: Stored) -> dict[str, Tensor]:
         """The tensors of the checkpoint file, by the names that :meth:`layout` gives them."""
@@ -332,6 +346,8 @@ def measured(stored: Stored, weight: Tensor, statistics: Tensor | None) -> Encod
         matrix = matrix.double()
         if statistics is None:
             return float(matrix.square().sum())
+        if statistics.ndim == 1:
+            return float((matrix.square() * statistics.to(matrix)).sum())
         return float(((matrix @ statistics.to(matrix)) * matrix).sum())
 
     error = size(difference)

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from rco.formats import gptq_kernels_cpu
-from rco.formats.integer import IntegerGrid, PackedWeight, on_triton_path
+from rco.formats.coded import on_triton_path
+from rco.formats.integer import IntegerGrid, PackedWeight
 from rco.formats.integer_kernels_cpu import on_compiled_path, over_rows
 from rco.formats.rounding import (
     Clip,

@@ -1,11 +1,11 @@
-"""The Hessian of a linear layer's output error, accumulated from the layer's inputs."""
+"""Second moments of a linear layer's inputs, or their diagonal alone, accumulated over tokens."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["HessianAccumulator"]
+__all__ = ["HessianAccumulator", "InputSquares"]
 
 
 class HessianAccumulator:
@@ -58,6 +58,45 @@ class HessianAccumulator:
                 "No token was added, so there is no Hessian; check the calibration data and its mask."
             )
         result = self.total / self.tokens
+        if not bool(torch.isfinite(result).all()):
+            raise ValueError(
+                "The layer's inputs held NaN or infinite values; check the model and the calibration data."
+            )
+        return result
+
+
+class InputSquares:
+    """Accumulates the mean squared inputs of a layer: the importance matrix of llama.cpp.
+
+    Args:
+        features: Number of input features.
+        device: Device of the sum; inputs are copied there.
+    """
+
+    def __init__(self, features: int, *, device: torch.device | str = "cpu") -> None:
+        self.features = features
+        self.tokens = 0
+        exact = torch.float32 if torch.device(device).type == "mps" else torch.float64
+        self.total = torch.zeros(features, dtype=exact, device=device)
+
+    @torch.no_grad()
+    def add(self, inputs: Tensor) -> None:
+        """Add a batch of inputs (..., features)."""
+        flat = inputs.reshape(-1, self.features).to(self.total.device, torch.float32)
+        self.total += flat.square().sum(dim=0)
+        self.tokens += len(flat)
+
+    def matrix(self) -> Tensor:
+        """The mean squares (features,), float32: the diagonal of the second moments.
+
+        Raises:
+            ValueError: No token was added, or an input was not finite.
+        """
+        if self.tokens == 0:
+            raise ValueError(
+                "No token was added, so there are no importances; check the calibration data and its mask."
+            )
+        result = (self.total / self.tokens).float()
         if not bool(torch.isfinite(result).all()):
             raise ValueError(
                 "The layer's inputs held NaN or infinite values; check the model and the calibration data."

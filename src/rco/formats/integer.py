@@ -8,17 +8,14 @@ The layout is that of compressed-tensors' ``pack-quantized`` format: each row is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rco.formats import integer_kernels_cpu
 from rco.formats.base import (
     Encoded,
     EncodeSettings,
@@ -29,106 +26,29 @@ from rco.formats.base import (
     Tunable,
     measured,
 )
-from rco.formats.integer_kernels_cpu import (
-    CompiledOperands,
-    decode_compiled,
-    on_compiled_path,
-    over_rows,
+from rco.formats.coded import (
+    CodedWeight,
+    check_bits,
+    decode_codes,
+    on_triton_path,
+    pack,
+    packed_words,
+    unpack,
 )
 
 __all__ = [
     "IntegerGrid",
     "PackedWeight",
     "TunableGrid",
-    "decode_rows",
     "on_triton_path",
     "pack",
+    "packed_weight",
     "packed_words",
     "unpack",
 ]
 
 _NAME = re.compile(r"int([1-8])-(?:g([1-9]\d*)|channel)(-sym)?")
 _STORAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_CHUNK_ELEMENTS = 1 << 22
-
-
-def packed_words(cols: int, bits: int) -> int:
-    """Number of int32 words that a row of ``cols`` codes takes."""
-    return -(-cols * bits // 32)
-
-
-def on_triton_path(tensor: Tensor) -> bool:
-    """Whether the GPU kernels support this tensor's device; otherwise torch operations are used, more slowly."""
-    return tensor.is_cuda and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def _check_bits(bits: int) -> None:
-    if not 1 <= bits <= 8:
-        raise ValueError(f"Codes are 1 to 8 bits wide, got bits={bits}.")
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes (rows, cols) in ``[0, 2^bits)`` into int32 words (rows, ceil(cols * bits / 32))."""
-    _check_bits(bits)
-    if codes.ndim != 2 or codes.dtype != torch.uint8:
-        raise ValueError(
-            f"Expected uint8 codes of shape (rows, cols), got {codes.dtype} {tuple(codes.shape)}."
-        )
-    if bits < 8 and codes.numel() and int(codes.max()) >= 1 << bits:
-        raise ValueError(
-            f"Code {int(codes.max())} does not fit into {bits} bits (largest: {(1 << bits) - 1})."
-        )
-    rows, cols = codes.shape
-    if on_compiled_path(codes):
-        packed = torch.zeros(rows, packed_words(cols, bits), dtype=torch.int32)
-        source, stream = codes.contiguous().numpy(), packed.view(torch.uint8).numpy()
-        over_rows(rows, cols, lambda a, b: integer_kernels_cpu.pack_rows(source[a:b], bits, stream[a:b]))
-        return packed
-    units = -(-cols // 32)
-    words = torch.zeros(rows, units, bits, dtype=torch.int32, device=codes.device)
-    # Thirty-two codes fill exactly `bits` words; the i-th code of every unit is at the same position in it.
-    for i in range(min(32, cols)):
-        value = codes[:, i::32].to(torch.int32)
-        count = value.shape[1]
-        word, offset = divmod(i * bits, 32)
-        words[:, :count, word] |= value << offset
-        if offset + bits > 32:
-            words[:, :count, word + 1] |= value >> (32 - offset)
-    return words.view(rows, units * bits)[:, : packed_words(cols, bits)].contiguous()
-
-
-def unpack(packed: Tensor, bits: int, cols: int) -> Tensor:
-    """The codes (rows, cols), uint8, of a packed matrix; the inverse of :func:`pack`."""
-    _check_bits(bits)
-    if packed.ndim != 2 or packed.dtype != torch.int32 or packed.shape[1] != packed_words(cols, bits):
-        raise ValueError(
-            f"{cols} codes of {bits} bits are int32 rows of {packed_words(cols, bits)} words, "
-            f"got {packed.dtype} {tuple(packed.shape)}."
-        )
-    rows = packed.shape[0]
-    codes = torch.empty(rows, cols, dtype=torch.uint8, device=packed.device)
-    if on_compiled_path(packed):
-        stream, target = packed.contiguous().view(torch.uint8).numpy(), codes.numpy()
-        over_rows(rows, cols, lambda a, b: integer_kernels_cpu.unpack_rows(stream[a:b], bits, target[a:b]))
-        return codes
-    units = -(-cols // 32)
-    words = torch.nn.functional.pad(packed, (0, units * bits - packed.shape[1])).view(rows, units, bits)
-    for i in range(min(32, cols)):
-        target_i = codes[:, i::32]
-        count = target_i.shape[1]
-        word, offset = divmod(i * bits, 32)
-        value = words[:, :count, word] >> offset
-        if offset + bits > 32:
-            low = 32 - offset
-            # The shift above is arithmetic: only its lowest bits are the code's.
-            value = (value & ((1 << low) - 1)) | (words[:, :count, word + 1] << low)
-        target_i.copy_(value & ((1 << bits) - 1))
-    return codes
 
 
 @dataclass(frozen=True)
@@ -277,7 +197,7 @@ class IntegerGrid(Format):
         return TunableGrid(packed_weight(stored), original, codes=codes)
 
 
-class PackedWeight(Stored):
+class PackedWeight(CodedWeight):
     """One weight on an integer grid.
 
     Attributes:
@@ -300,7 +220,7 @@ class PackedWeight(Stored):
         shape: Shape,
         group_size: int,
     ) -> None:
-        _check_bits(bits)
+        check_bits(bits)
         rows, cols = shape
         if group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {group_size}.")
@@ -326,67 +246,11 @@ class PackedWeight(Stored):
         self.packed, self.scales, self.zeros = packed, scales, zeros
         self.bits, self.group_size = bits, group_size
 
-    def codes(self) -> Tensor:
-        """The codes, uint8 (out, in)."""
-        return unpack(self.packed, self.bits, self.shape[1])
-
-    @cached_property
-    def _decoders(self) -> dict[torch.dtype, Callable[[Tensor], None] | None]:
-        """GPU decoders by the type of the result; None where no kernel supports it."""
-        return {}
-
-    @cached_property
-    def operands(self) -> CompiledOperands:
-        """The weight as operands of the compiled kernels, if it is in host memory."""
-        return CompiledOperands.of(
-            self.packed, self.scales, self.zeros, self.bits, self.shape[1], self.group_size
-        )
-
-    def decode(self, out: Tensor) -> None:
-        """Write the decoded matrix to ``out``, which must have its shape and device."""
-        if out.is_contiguous() and on_triton_path(out):
-            if out.dtype not in self._decoders:
-                from rco.formats import integer_kernels_gpu
-
-                self._decoders[out.dtype] = integer_kernels_gpu.decoder(self, out.dtype)
-            decoder = self._decoders[out.dtype]
-            if decoder is not None:
-                decoder(out)
-                return
-        # A float64 product converted to bfloat16 through float32 would be rounded twice.
-        direct = (torch.float32, torch.float64) + (
-            () if self.scales.dtype == torch.float64 else (torch.bfloat16,)
-        )
-        if on_compiled_path(out) and out.dtype in direct and out.is_contiguous():
-            decode_compiled(self.operands, out)
-            return
-        step = max(1, _CHUNK_ELEMENTS // max(1, self.shape[1]))
-        for start in range(0, self.shape[0], step):
-            out[start : start + step] = decode_rows(self, start, start + step)
-
 
 def packed_weight(stored: Stored) -> PackedWeight:
     """A stored weight known to be on an integer grid."""
     assert isinstance(stored, PackedWeight)
     return stored
-
-
-def decode_rows(weight: PackedWeight, start: int, stop: int) -> Tensor:
-    """Rows of the decoded matrix in the scales' type, with torch operations only."""
-    codes = unpack(weight.packed[start:stop], weight.bits, weight.shape[1])
-    zeros = None if weight.zeros is None else weight.zeros[start:stop]
-    return _decode_codes(codes, weight.scales[start:stop], zeros, weight.bits, weight.group_size)
-
-
-def _decode_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int) -> Tensor:
-    """Codes (rows, cols) decoded in the scales' type."""
-    columns = codes.shape[1]
-    # Differences of codes are at most 255 and so exact even in bfloat16.
-    if zeros is None:
-        steps = codes.to(torch.int16) - (1 << (bits - 1))
-    else:
-        steps = codes.to(torch.int16) - zeros.to(torch.int16).repeat_interleave(group, dim=1)[:, :columns]
-    return steps.to(scales.dtype) * scales.repeat_interleave(group, dim=1)[:, :columns]
 
 
 class TunableGrid(Tunable):
@@ -433,6 +297,10 @@ class TunableGrid(Tunable):
         return weight.over(parts if weight.zeros is None else {**parts, "zeros": weight.zeros})
 
 
+def _points(weight: PackedWeight) -> Tensor | int:
+    return weight.midpoint if weight.zeros is None else weight.zeros
+
+
 _NEAREST = 0.499  # largest offset that rounds to the same code in any floating-point type
 
 
@@ -473,7 +341,7 @@ class _TunedGrid(torch.autograd.Function):
         moved, stored = _moved_codes(codes, offsets, weight.bits), _stored_scales(scales, weight)
         ctx.weight = weight
         ctx.save_for_backward(scales, offsets, codes, moved, stored)
-        return _decode_codes(moved, stored, weight.zeros, weight.bits, weight.group_size)
+        return decode_codes(moved, stored, _points(weight), weight.group_size)
 
     @staticmethod
     @once_differentiable
@@ -482,7 +350,7 @@ class _TunedGrid(torch.autograd.Function):
         weight, exact = ctx.weight, scales.dtype
         columns, group = weight.shape[1], weight.group_size
         gradient = gradient.to(exact)
-        steps = _decode_codes(moved, torch.ones_like(scales), weight.zeros, weight.bits, group)
+        steps = decode_codes(moved, torch.ones_like(scales), _points(weight), group)
         shares = torch.nn.functional.pad(gradient * steps, (0, stored.shape[1] * group - columns))
         of_scales = shares.view(*stored.shape, group).sum(dim=2)
         if offsets is None:

@@ -155,12 +155,17 @@ def _compile_grid_at(scales: Any, zeros: Any, group: int) -> Any:
 
 # Inner loops run over slices that start at zero: an offset in the index keeps LLVM from vectorising them.
 @numba.njit(nogil=True)
-def _decode_row(codes: Any, scales: Any, zeros: Any, group: int, rounding: int, values: Any) -> None:
+def _decode_row(
+    codes: Any, scales: Any, zeros: Any, minima: Any, table: Any, group: int, rounding: int, values: Any
+) -> None:
     for g in range(scales.shape[0]):
         source = codes[g * group : (g + 1) * group]
         target = values[g * group : (g + 1) * group]
         scale, zero = _grid_at(scales, zeros, g)
-        if rounding == ROUND_BFLOAT16:
+        if table.shape[0] > 0:
+            for j in range(target.shape[0]):
+                target[j] = table[source[j]] * scale
+        elif rounding == ROUND_BFLOAT16:
             for j in range(target.shape[0]):
                 target[j] = as_bfloat16((np.float32(source[j]) - zero) * scale)
         elif rounding == ROUND_HALF:
@@ -169,6 +174,10 @@ def _decode_row(codes: Any, scales: Any, zeros: Any, group: int, rounding: int, 
         else:
             for j in range(target.shape[0]):
                 target[j] = (np.float32(source[j]) - zero) * scale
+        if minima.shape[0] > 0:
+            low = minima[g]
+            for j in range(target.shape[0]):
+                target[j] = np.float32(target[j]) - low
 
 
 @numba.njit(nogil=True, fastmath=REASSOCIATE)
@@ -210,29 +219,37 @@ def pack_rows(codes: Any, bits: int, stream: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def decode_float(codes: Any, scales: Any, zeros: Any, group: int, rounding: int, values: Any) -> None:
-    """Write ``(code - zero) * scale``, rounded as stored, to ``values`` (float32 or float64)."""
+def decode_float(
+    codes: Any, scales: Any, zeros: Any, minima: Any, table: Any, group: int, rounding: int, values: Any
+) -> None:
+    """Write ``(code - zero) * scale - minimum``, rounded as stored, to ``values`` (float32 or float64).
+
+    ``minima`` has no columns, and ``table``, which replaces ``code - zero``, no entries where a weight has none.
+    """
     for row in range(values.shape[0]):
-        _decode_row(codes[row], scales[row], zeros[row], group, rounding, values[row])
+        _decode_row(codes[row], scales[row], zeros[row], minima[row], table, group, rounding, values[row])
 
 
 @numba.njit(nogil=True, cache=True)
 def decode_float_at(
-    stream: Any, bits: int, scales: Any, zeros: Any, group: int, rounding: int, rows: Any, values: Any
-) -> None:
+    stream: Any, bits: int, scales: Any, zeros: Any, minima: Any, table: Any, group: int, rounding: int,
+    rows: Any, values: Any,
+) -> None:  # fmt: skip
     """As :func:`decode_float` from the packed rows (uint8 view of the words), for the rows that are listed."""
     codes = np.empty(values.shape[1], dtype=np.uint8)
     for row in rows:
         _unpack_row(stream[row], bits, values.shape[1], codes)
-        _decode_row(codes, scales[row], zeros[row], group, rounding, values[row])
+        _decode_row(codes, scales[row], zeros[row], minima[row], table, group, rounding, values[row])
 
 
 @numba.njit(nogil=True, cache=True)
-def decode_bfloat16(codes: Any, scales: Any, zeros: Any, group: int, rounding: int, patterns: Any) -> None:
+def decode_bfloat16(
+    codes: Any, scales: Any, zeros: Any, minima: Any, table: Any, group: int, rounding: int, patterns: Any
+) -> None:
     """As :func:`decode_float`, writing the bit patterns (uint16) of bfloat16 values."""
     values = np.empty(patterns.shape[1], dtype=np.float32)
     for row in range(patterns.shape[0]):
-        _decode_row(codes[row], scales[row], zeros[row], group, rounding, values)
+        _decode_row(codes[row], scales[row], zeros[row], minima[row], table, group, rounding, values)
         for j in range(patterns.shape[1]):
             rounded = np.float32(as_bfloat16(values[j]))
             pattern = rounded.view(np.uint32)
@@ -260,10 +277,36 @@ def _dot_codes(gradient: Any, codes: Any, scales: Any, zeros: Any, group: int, r
     return total
 
 
+@numba.njit(nogil=True, fastmath=REASSOCIATE)
+def _dot_blocks(
+    gradient: Any, codes: Any, scales: Any, zeros: Any, minima: Any, table: Any, group: int
+) -> float:
+    """``<gradient, decoded row>`` of unrounded values with minima or a table; groups are short."""
+    total = 0.0
+    for g in range(scales.shape[0]):
+        scale, zero = _grid_at(scales, zeros, g)
+        end = min((g + 1) * group, codes.shape[0])
+        left, right = gradient[g * group : end], codes[g * group : end]
+        part, slope = gradient.dtype.type(0), gradient.dtype.type(0)
+        if table.shape[0] > 0:
+            for j in range(right.shape[0]):
+                part += left[j] * table[right[j]]
+        else:
+            for j in range(right.shape[0]):
+                part += left[j] * (np.float32(right[j]) - zero)
+        total += part * scale
+        if minima.shape[0] > 0:
+            for j in range(right.shape[0]):
+                slope += left[j]
+            total -= slope * minima[g]
+    return total
+
+
 @numba.njit(nogil=True, cache=True)
 def dot_float(
-    gradient: Any, stream: Any, bits: int, scales: Any, zeros: Any, group: int, rounding: int, sums: Any
-) -> None:
+    gradient: Any, stream: Any, bits: int, scales: Any, zeros: Any, minima: Any, table: Any, group: int,
+    rounding: int, sums: Any,
+) -> None:  # fmt: skip
     """``sums[row] = <gradient[row], decoded row>`` for a float32 or float64 gradient and packed rows.
 
     ``stream`` is the uint8 view of the words. Only a row of codes is in memory at a time.
@@ -274,8 +317,10 @@ def dot_float(
     for row in range(gradient.shape[0]):
         _unpack_row(stream[row], bits, cols, codes)
         if rounding == ROUND_HALF:  # rounds by adding and subtracting, which must not be reassociated
-            _decode_row(codes, scales[row], zeros[row], group, rounding, values)
+            _decode_row(codes, scales[row], zeros[row], minima[row], table, group, rounding, values)
             sums[row] = _dot(gradient[row], values)
+        elif minima.shape[1] > 0 or table.shape[0] > 0:
+            sums[row] = _dot_blocks(gradient[row], codes, scales[row], zeros[row], minima[row], table, group)
         else:
             rounded = rounding == ROUND_BFLOAT16
             sums[row] = _dot_codes(gradient[row], codes, scales[row], zeros[row], group, rounded)
@@ -330,6 +375,8 @@ class CompiledOperands:
         stream: Bytes of the codes, (rows, bytes).
         scales: (rows, groups), float32, float64, or the bit patterns (uint16) of bfloat16.
         zeros: (rows, groups), uint8.
+        minima: (rows, groups), float32; no columns if there are none.
+        table: (2^bits,) float32 value of every code; empty if codes stand for themselves.
         bits: Width of a code.
         cols: Codes of a row.
         group_size: Columns that share a scale.
@@ -339,6 +386,8 @@ class CompiledOperands:
     stream: NDArray[np.uint8]
     scales: NDArray[Any]
     zeros: NDArray[np.uint8]
+    minima: NDArray[Any]
+    table: NDArray[np.float32]
     bits: int
     cols: int
     group_size: int
@@ -346,9 +395,22 @@ class CompiledOperands:
 
     @classmethod
     def of(
-        cls, packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, cols: int, group_size: int
+        cls,
+        packed: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bits: int,
+        cols: int,
+        group_size: int,
+        *,
+        midpoint: int,
+        minima: Tensor | None = None,
+        table: Tensor | None = None,
     ) -> CompiledOperands:
-        """Operands of the codes, scales and zero points of a packed weight."""
+        """Operands of a weight's codes, scales and so on; ``midpoint`` stands for zero without zero points.
+
+        Minima and tables need unrounded values: scales of float32.
+        """
         rounding = _ROUNDING.get(scales.dtype, ROUND_NONE)
         scales = scales.detach().contiguous()
         if scales.dtype == torch.bfloat16:
@@ -357,18 +419,24 @@ class CompiledOperands:
             scales = scales.to(torch.float32)
         stream = packed.detach().contiguous().view(torch.uint8).numpy()
         if zeros is None:
-            points = _midpoints(bits, *scales.shape)
+            points = _midpoints(midpoint, *scales.shape)
         else:
             points = zeros.detach().contiguous().numpy()
-        return cls(stream, scales.numpy(), points, bits, cols, group_size, rounding)
+        lows = torch.empty(len(scales), 0) if minima is None else minima.detach().contiguous()
+        values = torch.empty(0) if table is None else table.detach().contiguous()
+        return cls(
+            stream, scales.numpy(), points, lows.numpy(), values.numpy(), bits, cols, group_size, rounding
+        )
 
     def joined(self, together: int) -> CompiledOperands:
         """The same with ``together`` neighbouring rows as one (see :func:`joined_rows`)."""
         if together not in self._joined:
-            parts = (self.stream, self.scales, self.zeros)
-            stream, scales, zeros = (part.reshape(len(part) // together, -1) for part in parts)
+            parts = (self.stream, self.scales, self.zeros, self.minima)
+            stream, scales, zeros, minima = (
+                part.reshape(len(part) // together, part.shape[1] * together) for part in parts
+            )
             self._joined[together] = replace(
-                self, stream=stream, scales=scales, zeros=zeros, cols=self.cols * together
+                self, stream=stream, scales=scales, zeros=zeros, minima=minima, cols=self.cols * together
             )
         return self._joined[together]
 
@@ -378,9 +446,9 @@ class CompiledOperands:
 
 
 @lru_cache(maxsize=64)
-def _midpoints(bits: int, rows: int, groups: int) -> NDArray[np.uint8]:
-    """Zero points of a symmetric grid, the same memory for all weights of a shape."""
-    return np.full((rows, groups), 1 << (bits - 1), dtype=np.uint8)
+def _midpoints(value: int, rows: int, groups: int) -> NDArray[np.uint8]:
+    """Zero points that are all the same, the same memory for all weights of a shape."""
+    return np.full((rows, groups), value, dtype=np.uint8)
 
 
 def joined_rows(grids: Sequence[CompiledOperands], height: int) -> int:
@@ -414,7 +482,10 @@ def decode_compiled(grid: CompiledOperands, out: Tensor) -> None:
 
     def task(a: int, b: int) -> None:
         codes = _codes_of(grid.stream[a:b], grid.bits, grid.cols)
-        kernel(codes, grid.scales[a:b], grid.zeros[a:b], grid.group_size, grid.rounding, values[a:b])
+        kernel(
+            codes, grid.scales[a:b], grid.zeros[a:b], grid.minima[a:b], grid.table, grid.group_size,
+            grid.rounding, values[a:b],
+        )  # fmt: skip
 
     over_rows(len(values), grid.cols, task, row_bytes=grid.cols * out.element_size())
 
@@ -435,8 +506,8 @@ def products_compiled(gradient: Tensor, grids: Sequence[CompiledOperands | None]
         part = source[a:b]
         for found, each in listed:
             dot_float(
-                part, each.stream[a:b], each.bits, each.scales[a:b], each.zeros[a:b], each.group_size,
-                each.rounding, found[a:b],
+                part, each.stream[a:b], each.bits, each.scales[a:b], each.zeros[a:b], each.minima[a:b],
+                each.table, each.group_size, each.rounding, found[a:b],
             )  # fmt: skip
 
     if listed:

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from rco.core.async_copy import send
 from rco.formats import integer_kernels_bfloat16, integer_kernels_triton
-from rco.formats.integer import PackedWeight
+from rco.formats.coded import CodedWeight
 from rco.formats.integer_kernels_triton import DENSE, Operand
 
 __all__ = ["chosen_decoder", "decoder", "multiplier"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-Option = PackedWeight | Tensor | None
+Option = CodedWeight | Tensor | None
 
 
 def _takes(dtype: torch.dtype, options: Sequence[Option], shape: tuple[int, int]) -> bool:
@@ -24,7 +24,7 @@ def _takes(dtype: torch.dtype, options: Sequence[Option], shape: tuple[int, int]
     if dtype not in _DTYPES or not shape[0] * shape[1]:
         return False
     for option in options:
-        if isinstance(option, PackedWeight):
+        if isinstance(option, CodedWeight):
             width = integer_kernels_triton.segment_width(option.group_size, option.shape[1])
             if option.scales.dtype not in _DTYPES or not width:
                 return False
@@ -33,7 +33,7 @@ def _takes(dtype: torch.dtype, options: Sequence[Option], shape: tuple[int, int]
     return True
 
 
-def decoder(weight: PackedWeight, dtype: torch.dtype) -> Callable[[Tensor], None] | None:
+def decoder(weight: CodedWeight, dtype: torch.dtype) -> Callable[[Tensor], None] | None:
     """Kernel that decodes a weight to contiguous matrices of a type; None if no kernel supports it.
 
     All preparation happens here, once: most launches take the GPU less time than the host needs to inspect a
@@ -54,18 +54,18 @@ def decoder(weight: PackedWeight, dtype: torch.dtype) -> Callable[[Tensor], None
 
 
 def chosen_decoder(
-    options: Sequence[PackedWeight | Tensor], dtype: torch.dtype, shape: tuple[int, int], parts: int = 1
+    options: Sequence[CodedWeight | Tensor], dtype: torch.dtype, shape: tuple[int, int], parts: int = 1
 ) -> Callable[[Tensor, Tensor], None] | None:
     """Kernel that decodes the option whose index is on the device; None if no kernel supports these options.
 
     The index is read when the kernel runs, so a recorded launch can be replayed with another choice. There is one
     index for each of ``parts`` of the rows.
     """
-    groups = {option.group_size for option in options if isinstance(option, PackedWeight)}
+    groups = {option.group_size for option in options if isinstance(option, CodedWeight)}
     if len(groups) != 1 or not _takes(dtype, options, shape):
         return None
     (group,) = groups
-    operands = [_operand(o) if isinstance(o, PackedWeight) else _dense_operand(o) for o in options]
+    operands = [_operand(o) if isinstance(o, CodedWeight) else _dense_operand(o) for o in options]
     if not (
         integer_kernels_bfloat16.decodes(dtype, operands, group, shape)
         and integer_kernels_bfloat16.decodes_parts(shape, parts)
@@ -83,10 +83,10 @@ def multiplier(
     """
     if not _takes(dtype, options, shape):
         return None
-    groups = [option.group_size for option in options if isinstance(option, PackedWeight)]
+    groups = [option.group_size for option in options if isinstance(option, CodedWeight)]
     by_group: dict[int, list[tuple[int, Operand]]] = {}
     for index, option in enumerate(options):
-        if isinstance(option, PackedWeight):
+        if isinstance(option, CodedWeight):
             by_group.setdefault(option.group_size, []).append((index, _operand(option)))
         elif option is not None:
             # A dense option has no groups, so the group size of the first packed one applies.
@@ -122,8 +122,8 @@ def _aligned(
     return lambda gradient: (general if gradient.data_ptr() % 16 else regular)(gradient)
 
 
-def _operand(weight: PackedWeight) -> Operand:
-    return Operand(weight.packed, weight.scales, weight.zeros, weight.bits)
+def _operand(weight: CodedWeight) -> Operand:
+    return Operand(weight.packed, weight.scales, weight.zeros, weight.bits, weight.minima, weight.table)
 
 
 def _dense_operand(weight: Tensor) -> Operand:

@@ -36,6 +36,9 @@ __all__ = [
 DENSE = 16
 """The width of an operand that is not packed."""
 
+ZEROS, MINIMA, TABLE = 1, 2, 4
+"""Flags of an operand's optional parts."""
+
 _WIDEST_SEGMENT = 128
 _ELEMENTS = 1024  # of one step of a program
 _WARPS = 4
@@ -49,14 +52,30 @@ class Operand:
     Attributes:
         codes: Packed codes, int32 (rows, words); the matrix itself if ``bits`` is :data:`DENSE`.
         scales: (rows, groups); unused for a dense operand.
-        zeros: Uint8 (rows, groups), or None for a symmetric grid.
+        zeros: Uint8 (rows, groups), or None: ``2^(bits - 1)``, or 0 if there are minima.
         bits: Width of a code.
+        minima: Float32 (rows, groups) to subtract from values, or None.
+        table: Float32 (2^bits,) value of every code, or None: codes stand for themselves.
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
     bits: int
+    minima: Tensor | None = None
+    table: Tensor | None = None
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Codes, scales, zeros, minima and table; the scales in place of those that do not exist."""
+        optional = (self.scales if each is None else each for each in (self.zeros, self.minima, self.table))
+        return (self.codes, self.scales, *optional)  # type: ignore[return-value]
+
+    @property
+    def kind(self) -> int:
+        """Constant of the kernels: which of the optional parts exist."""
+        flags = (ZEROS, self.zeros), (MINIMA, self.minima), (TABLE, self.table)
+        return sum(flag for flag, part in flags if part is not None)
 
 
 def segment_width(group: int, cols: int) -> int:
@@ -90,8 +109,8 @@ def _quads(codes, row, column, cols, BITS: tl.constexpr):
 
 @triton.jit
 def _values(
-    codes, scales, zeros, row, segment, quad, lane, cols, group,
-    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SEGMENT: tl.constexpr,
+    codes, scales, zeros, minima, table, row, segment, quad, lane, cols, group,
+    BITS: tl.constexpr, KIND: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """Decoded values of (segments, quads, 4), float32."""
     start = segment * SEGMENT
@@ -105,21 +124,28 @@ def _values(
         place = row.to(tl.int64) * groups + start // group
         live = start < cols
         scale = tl.load(scales + place, mask=live, other=0.0)
-        if SYMMETRIC:
-            zero = tl.full(scale.shape, 1 << (BITS - 1), tl.float32)
-        else:
-            zero = tl.load(zeros + place, mask=live, other=0).to(tl.float32)
         code = (quads[:, :, None] >> (lane * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
-        # The bits of 2^23 + code: cheaper than a conversion, and exact.
-        step = (code | 0x4B000000).to(tl.float32, bitcast=True) - (zero + 8388608.0)[:, :, None]
+        if KIND & 4:
+            step = tl.load(table + code)
+        else:
+            if KIND & 1:
+                zero = tl.load(zeros + place, mask=live, other=0).to(tl.float32)
+            elif KIND & 2:
+                zero = tl.zeros(scale.shape, tl.float32)
+            else:
+                zero = tl.full(scale.shape, 1 << (BITS - 1), tl.float32)
+            # The bits of 2^23 + code: cheaper than a conversion, and exact.
+            step = (code | 0x4B000000).to(tl.float32, bitcast=True) - (zero + 8388608.0)[:, :, None]
         value = (step * scale.to(tl.float32)[:, :, None]).to(scale.dtype).to(tl.float32)
+        if KIND & 2:
+            value -= tl.load(minima + place, mask=live, other=0.0)[:, :, None]
     return value
 
 
 @triton.jit
 def _decode_kernel(
-    codes, scales, zeros, out, rows, cols, group, per_row,
-    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SEGMENT: tl.constexpr, COUNT: tl.constexpr,
+    codes, scales, zeros, minima, table, out, rows, cols, group, per_row,
+    BITS: tl.constexpr, KIND: tl.constexpr, SEGMENT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * COUNT + tl.arange(0, COUNT)[:, None]
     row, segment = index // per_row, index % per_row
@@ -128,8 +154,8 @@ def _decode_kernel(
     # A row past the end has no columns.
     width = tl.where(row < rows, cols, 0)
     value = _values(
-        codes, scales, zeros, tl.minimum(row, rows - 1), segment, quad, lane, cols, group,
-        BITS, SYMMETRIC, SEGMENT,
+        codes, scales, zeros, minima, table, tl.minimum(row, rows - 1), segment, quad, lane, cols, group,
+        BITS, KIND, SEGMENT,
     )  # fmt: skip
     column = (segment * SEGMENT + 4 * quad)[:, :, None] + lane
     place = row.to(tl.int64)[:, :, None] * cols + column
@@ -138,8 +164,8 @@ def _decode_kernel(
 
 @triton.jit
 def _inner_products_kernel(
-    gradient, codes, scales, zeros, partial, rows, cols, group, per_row, steps,
-    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SEGMENT: tl.constexpr, COUNT: tl.constexpr,
+    gradient, codes, scales, zeros, minima, table, partial, rows, cols, group, per_row, steps,
+    BITS: tl.constexpr, KIND: tl.constexpr, SEGMENT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     quad = tl.arange(0, SEGMENT // 4)[None, :]
     lane = tl.arange(0, 4)[None, None, :]
@@ -158,8 +184,8 @@ def _inner_products_kernel(
         added = ()
         for k in tl.static_range(len(BITS)):
             value = _values(
-                codes[k], scales[k], zeros[k], row, segment, quad, lane, cols, group,
-                BITS[k], SYMMETRIC[k], SEGMENT,
+                codes[k], scales[k], zeros[k], minima[k], table[k], row, segment, quad, lane, cols, group,
+                BITS[k], KIND[k], SEGMENT,
             )  # fmt: skip
             added = added + (sums[k] + tl.sum(slope * value, axis=2),)
         sums = added
@@ -174,14 +200,15 @@ def decoder(operand: Operand, group: int, shape: tuple[int, int]) -> Callable[[T
     segment = segment_width(group, cols)
     count, per_row = _ELEMENTS // segment, triton.cdiv(cols, segment)
     launch = _decode_kernel[(triton.cdiv(rows * per_row, count),)]
-    zeros = operand.zeros if operand.zeros is not None else operand.scales
+    parts, kind = operand.parts, operand.kind
 
     def decode(out: Tensor) -> None:
         with launching_at(out):
+            # A fused product and difference would be rounded once, not twice as by every other decoder.
             launch(
-                operand.codes, operand.scales, zeros, out, rows, cols, group, per_row,
-                BITS=operand.bits, SYMMETRIC=operand.zeros is None, SEGMENT=segment, COUNT=count,
-                num_warps=_WARPS,
+                *parts, out, rows, cols, group, per_row,
+                BITS=operand.bits, KIND=kind, SEGMENT=segment, COUNT=count,
+                num_warps=_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
 
     return decode
@@ -197,19 +224,17 @@ def multiplier(
     steps = triton.cdiv(rows * per_row, count)
     programs = min(steps, max(1, _PROGRAMS_PER_CORE * multiprocessors(device) // parts))
     launch = _inner_products_kernel[(programs, parts)]
-    codes = tuple(operand.codes for operand in operands)
-    scales = tuple(operand.scales for operand in operands)
-    zeros = tuple(operand.zeros if operand.zeros is not None else operand.scales for operand in operands)
+    tensors = tuple(zip(*(operand.parts for operand in operands), strict=True))
     bits = tuple(operand.bits for operand in operands)
-    symmetric = tuple(operand.zeros is None for operand in operands)
+    kinds = tuple(operand.kind for operand in operands)
     partial = partial_sums(len(operands), programs, parts)
 
     def multiply(gradient: Tensor) -> Tensor:
         sums = torch.empty(partial, dtype=torch.float32, device=device)
         with launching_at(gradient):
             launch(
-                gradient, codes, scales, zeros, sums, rows, cols, group, per_row, steps,
-                BITS=bits, SYMMETRIC=symmetric, SEGMENT=segment, COUNT=count, num_warps=_WARPS,
+                gradient, *tensors, sums, rows, cols, group, per_row, steps,
+                BITS=bits, KIND=kinds, SEGMENT=segment, COUNT=count, num_warps=_WARPS,
             )  # fmt: skip
         return over_programs(sums)
 

@@ -37,6 +37,10 @@ class Original(Format):
         rows, columns = weight.shape
         return Stored(self, (rows, columns), {"weight": weight.detach().to(dtype)})
 
+    def dense(self, stored: Stored) -> Tensor:
+        """The weight itself."""
+        return stored.tensors["weight"]
+
     def decode(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """The weight, without a copy where it has that type."""
         return stored.tensors["weight"].to(dtype)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from rco.formats.base import Stored
-from rco.formats.integer import PackedWeight, decode_rows, on_triton_path
+from rco.formats.coded import CodedWeight, decode_rows, on_triton_path
 from rco.formats.integer_kernels_cpu import on_compiled_path, products_compiled
-from rco.formats.original import ORIGINAL
 from rco.formats.removed import REMOVED
 
 __all__ = ["Option", "OptionProducts", "inner_products", "unwrapped"]
@@ -27,10 +26,9 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 def unwrapped(option: Option) -> Option:
-    """The option, or its dense matrix if it is a stored original."""
-    if isinstance(option, Stored) and option.format == ORIGINAL:
-        return option.tensors["weight"]
-    return option
+    """The option, or the dense matrix itself if that is how it is stored."""
+    dense = option.format.dense(option) if isinstance(option, Stored) else None
+    return option if dense is None else dense
 
 
 def inner_products(gradient: Tensor, options: Sequence[Option | None], segments: int = 1) -> Tensor:
@@ -62,11 +60,11 @@ class OptionProducts:
 
     def __init__(self, options: Sequence[Option | None], segments: int = 1) -> None:
         self._segments = segments
-        self._fused: list[PackedWeight | Tensor | None] = []
+        self._fused: list[CodedWeight | Tensor | None] = []
         self._others: dict[int, Stored] = {}
         for index, option in enumerate(options):
             plain = None if option is None else unwrapped(option)
-            fused = isinstance(plain, PackedWeight | Tensor)
+            fused = isinstance(plain, CodedWeight | Tensor)
             self._fused.append(plain if fused else None)  # type: ignore[arg-type]
             if isinstance(plain, Stored) and not fused and plain.format != REMOVED:
                 self._others[index] = plain
@@ -118,7 +116,7 @@ class OptionProducts:
 
 
 def _products_torch(
-    gradient: Tensor, options: Sequence[PackedWeight | Tensor | None], segments: int
+    gradient: Tensor, options: Sequence[CodedWeight | Tensor | None], segments: int
 ) -> Tensor:
     rows, cols = gradient.shape
     exact = torch.float32 if gradient.device.type == "mps" else torch.float64
@@ -129,7 +127,7 @@ def _products_torch(
         for index, option in enumerate(options):
             if option is None:
                 continue
-            if isinstance(option, PackedWeight):
+            if isinstance(option, CodedWeight):
                 value = decode_rows(option, start, start + step)
             else:
                 value = option.detach()[start : start + step]
@@ -139,9 +137,9 @@ def _products_torch(
 
 
 def _products_compiled(
-    gradient: Tensor, options: Sequence[PackedWeight | Tensor | None], segments: int
+    gradient: Tensor, options: Sequence[CodedWeight | Tensor | None], segments: int
 ) -> Tensor:
-    grids = [option.operands if isinstance(option, PackedWeight) else None for option in options]
+    grids = [option.operands if isinstance(option, CodedWeight) else None for option in options]
     total = products_compiled(gradient, grids, segments)
     dense = [index for index, option in enumerate(options) if isinstance(option, Tensor)]
     if dense:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rco.formats import rounding_kernels_cpu
-from rco.formats.integer import IntegerGrid, PackedWeight, on_triton_path, pack
+from rco.formats.coded import on_triton_path, pack
+from rco.formats.integer import IntegerGrid, PackedWeight
 from rco.formats.integer_kernels_cpu import on_compiled_path, over_rows
 
 __all__ = ["Clip", "FitSettings", "fit_groups", "nearest_codes", "round_to_nearest"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from rco.core.async_copy import send
 from rco.formats import integer_kernels_cpu
 from rco.formats.base import Stored
-from rco.formats.integer import PackedWeight
+from rco.formats.coded import CodedWeight
 from rco.formats.integer_kernels_cpu import joined_rows, on_compiled_path, over_rows
 from rco.formats.products import Option, unwrapped
 
@@ -81,11 +81,11 @@ def decode_segments(
     segments = len(chosen.order)
     rows = out.shape[0] // segments
     direct = on_compiled_path(out) and out.dtype in (torch.float32, torch.float64)
-    weights: list[PackedWeight] = []
+    weights: list[CodedWeight] = []
     parts: list[NDArray[np.int64]] = []
     for k, start, stop in chosen.runs:
         option = unwrapped(options[k])
-        if direct and isinstance(option, PackedWeight):
+        if direct and isinstance(option, CodedWeight):
             weights.append(option)
             parts.append(chosen.order[start:stop])
             continue
@@ -94,7 +94,7 @@ def decode_segments(
             target[there] = option.view(segments, rows, -1)[there].to(out.dtype)
         elif stop - start == segments:
             option.decode(out)
-        elif not isinstance(option, PackedWeight):
+        elif not isinstance(option, CodedWeight):
             for segment in chosen.order[start:stop].tolist():
                 option.rows(segment * rows, (segment + 1) * rows).decode(target[segment])
         else:
@@ -104,16 +104,16 @@ def decode_segments(
     return out
 
 
-def _segments_of(weight: PackedWeight, places: Tensor, segments: int) -> PackedWeight:
+def _segments_of(weight: CodedWeight, places: Tensor, segments: int) -> CodedWeight:
     def pick(part: Tensor) -> Tensor:
         return part.view(segments, -1, part.shape[1])[places].flatten(0, 1)
 
     parts = {name: pick(part) for name, part in weight.tensors.items()}
-    return weight.over(parts, (parts["packed"].shape[0], weight.shape[1]))
+    return weight.over(parts, (len(places) * weight.shape[0] // segments, weight.shape[1]))
 
 
 def _decode_chosen(
-    weights: Sequence[PackedWeight], chosen: Sequence[NDArray[np.int64]], rows: int, out: Tensor
+    weights: Sequence[CodedWeight], chosen: Sequence[NDArray[np.int64]], rows: int, out: Tensor
 ) -> None:
     """Decode the chosen segments of every weight in one job, so that threads start only once."""
     if not weights:
@@ -128,8 +128,8 @@ def _decode_chosen(
         for grid, start, stop in zip(grids, [0, *stops], stops, strict=False):
             if start < b and a < stop:
                 integer_kernels_cpu.decode_float_at(
-                    grid.stream, grid.bits, grid.scales, grid.zeros, grid.group_size, grid.rounding,
-                    wanted[max(a, start) : min(b, stop)], values,
+                    grid.stream, grid.bits, grid.scales, grid.zeros, grid.minima, grid.table, grid.group_size,
+                    grid.rounding, wanted[max(a, start) : min(b, stop)], values,
                 )  # fmt: skip
 
     over_rows(len(wanted), values.shape[1], task)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rco.formats.base import ActivationRule, Stored
-from rco.formats.integer import PackedWeight, on_triton_path
+from rco.formats.coded import CodedWeight, on_triton_path
 from rco.formats.products import Option, OptionProducts, unwrapped
 from rco.formats.streaming import OptionStream, StreamedOptions, activation_rules
 
@@ -27,6 +27,7 @@ __all__ = [
     "Selection",
     "SwitchableLinear",
     "WeightBuffer",
+    "check_selection",
     "switchable_linear",
 ]
 
@@ -108,7 +109,7 @@ class LayerOptions:
         if dtype not in self._chosen:
             self._chosen[dtype] = None
             fused = (
-                [each for each in self.listed if isinstance(each, PackedWeight | Tensor)]
+                [each for each in self.listed if isinstance(each, CodedWeight | Tensor)]
                 if self.streamed is None
                 else []
             )
@@ -165,7 +166,7 @@ def switchable_linear(
         bias: (out,) or None.
         buffer: Memory for the dense weight; None allocates it for this call.
     """
-    _check(options, selection)
+    check_selection(options, selection)
     return _linear(
         x, LayerOptions(options), selection, bias, buffer if buffer is not None else WeightBuffer()
     )
@@ -284,7 +285,7 @@ class SwitchableLinear(nn.Module):
         ``place`` is the same number as a tensor on the layer's device, for recorded launches.
         """
         selection = Selection(choice, gate, None if active is None else tuple(map(bool, active)), place)
-        _check(self.options, selection)
+        check_selection(self.options, selection)
         self.selection = selection
         if isinstance(self.options, StreamedOptions):
             self.options.choice = choice
@@ -429,7 +430,12 @@ def _fill(option: Option, out: Tensor) -> Tensor:
     return out
 
 
-def _check(options: Sequence[Option], selection: Selection) -> None:
+def check_selection(options: Sequence[Option], selection: Selection) -> None:
+    """Raise if a selection does not fit the options.
+
+    Raises:
+        ValueError: The choice, the gates or the active options are not one of, or one for each of, the options.
+    """
     count, choice, gate, active = len(options), selection.choice, selection.gate, selection.active
     if not 0 <= choice < count:
         raise ValueError(f"choice must be an option's index in 0..{count - 1}, got {choice}.")

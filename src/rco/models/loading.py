@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rco.models.checkpoint_files import file_sha256, folder_fingerprint, read_config, weight_files
 from rco.models.device_map import DeviceMap
+from rco.models.gguf_file import GGUFReader
 from rco.models.layout import Layout, layout_for
 from rco.models.zoo import ModelError, builtin_models, find_builtin, near_matches
 from rco.requirements import find_problem, require
@@ -54,6 +55,7 @@ class LoadedModel:
         layout: Its blocks, linears and output layer.
         name: Name given by the user.
         path: Its folder; None for a model that was made in memory.
+        gguf: Its GGUF file, if it was read from one.
         place: Device for which a model without weights is planned.
     """
 
@@ -63,7 +65,8 @@ class LoadedModel:
     name: str
     path: Path | None
     _hash: Callable[[], str] = field(repr=False)
-    place: torch.device | None = None
+    gguf: Path | None = field(default=None, kw_only=True)
+    place: torch.device | None = field(default=None, kw_only=True)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -142,7 +145,8 @@ def load_model(
     def fingerprint() -> str:
         return file_sha256(files[0]) if gguf_file is not None else folder_fingerprint(folder, files)
 
-    return LoadedModel(model, tokenizer, layout_for(model), label, folder, fingerprint)
+    file = None if gguf_file is None else folder / gguf_file
+    return LoadedModel(model, tokenizer, layout_for(model), label, folder, fingerprint, gguf=file)
 
 
 def _gguf_config(folder: Path, gguf_file: str, label: str) -> Any:
@@ -187,7 +191,7 @@ def outline_model(
     def no_weights() -> str:
         raise ModelError(f"{label} was outlined without weights, so it has no fingerprint.")
 
-    return LoadedModel(model, None, layout_for(model), label, folder, no_weights, pick_device(device))
+    return LoadedModel(model, None, layout_for(model), label, folder, no_weights, place=pick_device(device))
 
 
 def wrap_model(model: nn.Module, tokenizer: Any = None, *, name: str = "model") -> LoadedModel:
@@ -259,6 +263,7 @@ def locate_model(
         path = files[0]
     if path.is_file() and path.suffix.lower() == ".gguf":
         require("gguf", f"Reading {text}")
+        GGUFReader(path)  # a damaged file fails here, with the reason
         return path.resolve().parent, path.name
     if path.is_file():
         raise ModelError(

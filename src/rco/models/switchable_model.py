@@ -18,6 +18,7 @@ from rco.core.async_copy import send
 from rco.formats.base import Stored
 from rco.formats.streaming import OptionStream
 from rco.formats.switchable import Selection, SwitchableLinear, WeightBuffer
+from rco.formats.switchable_embedding import SwitchableEmbedding
 
 __all__ = [
     "GatedModel",
@@ -62,7 +63,7 @@ class GatedModel:
     def __init__(
         self,
         model: nn.Module,
-        modules: Mapping[str, SwitchableLinear],
+        modules: Mapping[str, SwitchableLinear | SwitchableEmbedding],
         stream: OptionStream | None = None,
     ) -> None:
         self.model = model
@@ -166,7 +167,7 @@ class GatedModel:
 @contextmanager
 def switchable_model(
     model: nn.Module,
-    modules: Mapping[str, SwitchableLinear],
+    modules: Mapping[str, SwitchableLinear | SwitchableEmbedding],
     *,
     freeze: bool = True,
     stream: OptionStream | None = None,

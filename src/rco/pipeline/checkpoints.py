@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,10 +20,12 @@ from rco.compression.plan import CompressionPlan
 from rco.core.problem import Allocation
 from rco.evaluation.size import average_bits, checkpoint_size
 from rco.export.engine_checks import validate_for_engine
+from rco.export.gguf_container import written_file
 from rco.export.recipes import Choice, RecipeExporter
 from rco.formats.base import Format, Stored
 from rco.formats.original import ORIGINAL
 from rco.formats.removed import REMOVED
+from rco.models.gguf_file import GGUFReader
 from rco.models.gguf_names import gguf_names
 from rco.models.loading import LoadedModel, load_model
 from rco.models.moe.layers import moe_layers, stored_names
@@ -94,6 +97,8 @@ def _export_quantized(
         found: dict[str, Any] = {"export": summary.to_json()}
         if format == "llama.cpp":
             found["certificate"] = _certify_blocks(planned, summary.tensors)
+        if format == "gguf":
+            found["certificate"] = _certify_file(planned, allocation, out)
         return found
     engine = planned.compression.plan.engine.name
     summary = exporter.export(source, weights, out, overwrite=overwrite, engine=engine)
@@ -133,6 +138,11 @@ def check_format(format: str, engine: Engine, *, pruned: bool = False) -> Any:
         raise ValueError(
             f"The format {format!r} is a recipe for a tool that keeps every expert: leave out `allow_prune`, or "
             "take `format='compressed-tensors'`, dense or none."
+        )
+    if (format == "gguf") != (engine.name == "gguf") and format not in ("dense", "none"):
+        raise ValueError(
+            f"The format {format!r} does not hold the options of `serve='{engine.name}'`: the options of a search "
+            "for a GGUF file are ggml's types. Take `format='gguf'` with `serve='gguf'` or without `serve`."
         )
     if format == "llama.cpp" and not engine.gguf:
         raise ValueError(
@@ -195,6 +205,35 @@ def _certify_blocks(planned: Planned, tensors: Mapping[str, int]) -> dict[str, A
     allowed = budget.amount if budget.kind == "size" else backend.costs(budget.kind).total(budget.amount)
     _check_used(budget, used, allowed)
     return {"used": used, "allowed": str(allowed), **found}
+
+
+def _certify_file(planned: Planned, allocation: Allocation, folder: Path) -> dict[str, Any]:
+    """The budget, counted again from a written GGUF file; its size must be the promised one, to the byte."""
+    backend, budget = planned.compression, planned.budget
+    file = GGUFReader(written_file(folder))
+    costs = {kind: backend.costs(kind) for kind in ("size", "bpw")}
+    promised = {
+        kind: cost.fixed + int(cost.matrix[np.arange(len(cost.matrix)), np.asarray(allocation)].sum())
+        for kind, cost in costs.items()
+    }
+    stored = 8 * sum(entry.nbytes for entry in file.tensors.values())
+    measured = {"size": file.nbytes, "bpw": stored}
+    if measured != promised:
+        raise RuntimeError(
+            f"Internal error: the file has {file.nbytes:,} bytes and {stored:,} bits of tensors instead of "
+            f"{promised['size']:,} and {promised['bpw']:,}; please report this."
+        )
+    found = {
+        "checkpoint_bytes": file.nbytes,
+        "promised_bytes": promised["size"],
+        "average_stored_bits": stored / sum(entry.elements for entry in file.tensors.values()),
+        "source": "the written file",
+    }
+    if budget.kind not in measured:
+        return found
+    limit = costs[budget.kind].total(budget.amount) + costs[budget.kind].fixed
+    _check_used(budget, measured[budget.kind], limit)
+    return {"used": measured[budget.kind], "allowed": str(limit), **found}
 
 
 def _certify_bits(planned: Planned, allocation: Allocation, folder: Path) -> dict[str, Any]:

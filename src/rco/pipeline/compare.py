@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rco.atomic_files import make_folder, write_tensors_atomic
 from rco.compression.budget import Budget
+from rco.compression.llama_mixes import mix_choices
 from rco.compression.priors import score_table
 from rco.compression.second_order import predicted_losses
 from rco.core.problem import AllocationProblem
@@ -33,7 +34,7 @@ from rco.data.calibration import CalibrationSet, DataSplits
 from rco.pipeline.compare_figures import draw_comparison, draw_divergence
 from rco.pipeline.compare_tables import write_comparison
 from rco.pipeline.configs import PLAIN, ComparePruneConfig, CompareQuantizeConfig
-from rco.pipeline.entrants import FIXED, Allowance, Entrant, ExpertEntrant, parse_methods
+from rco.pipeline.entrants import Allowance, Entrant, ExpertEntrant, is_fixed, parse_methods
 from rco.pipeline.estimate import Estimate
 from rco.pipeline.evaluate import measure_tasks, read_tasks
 from rco.pipeline.evaluate_allocations import AllocationEvaluator
@@ -173,13 +174,17 @@ class Contest(ABC):
     def do(self, job: SearchJob | SweepJob) -> dict[str, Any]:
         """Run a job; returns its entries of the table."""
         if isinstance(job, SearchJob):
-            return {"entries": [self.measure(job)]}
+            return {"entries": [self.measure(job)] if self.takes_part(job) else []}
         entries: list[dict[str, Any]] = []
         for budget in job.budgets:
             before = np.array(entries[-1]["choices"]) if entries else None
             entry = self.measure(SearchJob(budget, "rco", _SWEEP_SHARE, job.seed), before)
             entries.append({**entry, "label": "sweep"})
         return {"entries": entries}
+
+    def takes_part(self, job: SearchJob) -> bool:
+        """Whether a method has a result at a budget."""
+        return True
 
     def measure(self, job: SearchJob, before: np.ndarray | None = None) -> dict[str, Any]:
         """Search, then evaluate the result; ``before`` is an allocation to start from."""
@@ -269,6 +274,8 @@ class WidthContest(Contest):
     ) -> tuple[SearchResult, _Prepared]:
         """Run a method; ``before`` is an allocation to start from."""
         entrant, config, compression = Entrant.parse(job.label), self.config, self.compression
+        if entrant.mix:
+            return self._as_it_is(job.label, problem), _Prepared()
         tokens, seconds = self.allowance.tokens, self.allowance.seconds
         evaluations = None if tokens is None else int(job.share * tokens) // self.tokens_per_batch
         prepared = self._measure_options(entrant, job.seed, evaluations)
@@ -307,6 +314,24 @@ class WidthContest(Contest):
                 **inputs,
             )
         return result, prepared
+
+    def takes_part(self, job: SearchJob) -> bool:
+        """Whether a method has a result: a mixture of llama.cpp, whose size is its own, must fit the budget."""
+        if not Entrant.parse(job.label).mix:
+            return True
+        problem = self.problem(job.budget)
+        return problem.is_feasible(problem.allocation(mix_choices(self.compression.plan, job.label)))
+
+    def _as_it_is(self, name: str, problem: AllocationProblem) -> SearchResult:
+        """A mixture of llama.cpp with its loss on the selection text."""
+        allocation = problem.allocation(mix_choices(self.compression.plan, name))
+        with self.compression.objective(self._data.search, self._data.selection) as objective:
+            held_back = objective.selection
+            assert held_back is not None
+            gates = allocation.one_hot(problem.num_options)
+            with torch.no_grad():
+                losses = [float(held_back.loss(gates, batch)) for batch in range(held_back.num_batches)]
+        return SearchResult(allocation, statistics.fmean(losses), problem.cost(allocation), method=name)
 
     def _measure_options(self, entrant: Entrant, seed: int, evaluations: int | None) -> _Prepared:
         """Measure sensitivities on a number of sequences that fits the allowance."""
@@ -357,6 +382,9 @@ class WidthContest(Contest):
         self, result: SearchResult, evaluator: AllocationEvaluator, problem: AllocationProblem
     ) -> dict[str, Any]:
         found: dict[str, Any] = {"bits_exact": str(self.compression.average_width(result.allocation))}
+        if self.compression.plan.target is not None:
+            costs, rows = self.compression.costs("size"), np.arange(problem.num_groups)
+            found["bytes"] = costs.fixed + int(costs.matrix[rows, np.asarray(result.allocation)].sum())
         if self.config.tasks:
             with self.compression.apply(result.allocation) as model:
                 found["tasks"] = measure_tasks(model, self.config.tasks, self.config.limit, self.config.seed)
@@ -516,7 +544,7 @@ def list_jobs(config: CompareConfig) -> list[SearchJob | SweepJob]:
             jobs.append(SweepJob(tuple(config.front()), seed))
         for budget in config.budget_list():
             for label, name, share in listed:
-                if seed == seeds[0] or name not in FIXED:
+                if seed == seeds[0] or not is_fixed(name):
                     jobs.append(SearchJob(budget, label, share, seed, config.curves and seed == seeds[0]))
     return jobs
 

@@ -97,17 +97,22 @@ def _style(method: str, place: int) -> dict[str, Any]:
 
 
 def _quality(axes: Axes, rows: Sequence[Mapping[str, Any]], style: Mapping[str, dict[str, Any]]) -> None:
+    files = all("bytes" in row for row in rows)
+
+    def size(row: Mapping[str, Any]) -> float:
+        return float(row["bytes"]) / 1e6 if files else float(row["bits"])
+
     for method, look in style.items():
-        mine = sorted((row for row in rows if row["method"] == method), key=lambda row: float(row["bits"]))
+        mine = sorted((row for row in rows if row["method"] == method), key=size)
         axes.errorbar(
-            [row["bits"] for row in mine],
+            [size(row) for row in mine],
             [row["kl"] for row in mine],
             yerr=[row["kl_std"] for row in mine],
             capsize=2,
             **look,
         )
     _logarithmic(axes)
-    axes.set_xlabel("average width (bits)")
+    axes.set_xlabel("size of the file (MB)" if files else "average width (bits)")
     axes.set_ylabel("KL to the full model (nats per token)")
     axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     _plain(axes)

@@ -20,7 +20,11 @@ __all__ = ["Draw", "as_csv", "markdown", "summarise", "table_columns", "write_co
 Draw = Callable[
     [Path, Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], Mapping[str, Any]], list[Path]
 ]
-_AMOUNTS = {"bits": "bits", "experts": "experts kept"}  # key of an entry -> heading of its column
+_AMOUNTS = {
+    "bits": "bits",
+    "bytes": "bytes",
+    "experts": "experts kept",
+}  # key of an entry -> heading of its column
 
 
 def write_comparison(

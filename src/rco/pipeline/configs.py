@@ -202,7 +202,7 @@ class QuantizeConfig(CompressConfig):
     )
     serve: str = setting(
         "any",
-        help="Engine that will serve the checkpoint: any, transformers, vllm, vllm-marlin, llamacpp.",
+        help="Engine that will serve the checkpoint: any, transformers, vllm, vllm-marlin, llamacpp, gguf.",
         panel="Output",
     )
     store: Path | None = setting(
@@ -219,6 +219,11 @@ class QuantizeConfig(CompressConfig):
         help="Widths to choose from, e.g. 2,3,4,8; 16 keeps a layer unquantized. Default: all that `serve` loads.",
         panel="Candidates",
     )
+    types: str | None = setting(
+        None,
+        help="For GGUF: ggml types to choose from, e.g. q3_k,iq4_xs,q6_k; default: IQ2 to Q8_0, where they fit.",
+        panel="Candidates",
+    )
     group_size: int | None = setting(
         None,
         help="Weights that share a scale, 0 for one scale per row; default 64. GGUF types have their own.",
@@ -228,8 +233,16 @@ class QuantizeConfig(CompressConfig):
     symmetric: bool | None = setting(
         None, help="Quantize without zero points; default: as `serve` needs.", panel="Candidates"
     )
-    method: Literal["gptq", "rtn"] | None = setting(
-        None, help="Rounding method; default gptq, for llamacpp rtn.", panel="Candidates"
+    method: Literal["gptq", "rtn", "imatrix"] | None = setting(
+        None,
+        help="Rounding method: gptq (default); rtn, without calibration (default for llamacpp); for GGUF imatrix "
+        "(default), ggml's own with an importance matrix, or rtn, without one.",
+        panel="Candidates",
+    )
+    imatrix: Path | None = setting(
+        None,
+        help="For GGUF: importance matrix of llama-imatrix, instead of one measured on the calibration text.",
+        panel="Candidates",
     )
     clip: Literal["search", "minmax"] = setting(
         "search",
@@ -342,6 +355,17 @@ class QuantizeConfig(CompressConfig):
         return self.size is not None and self.serve in ("any", "transformers")
 
     @property
+    def mixes(self) -> list[str]:
+        """Names that may be mixtures of llama.cpp, whose types are then offered, too."""
+        return [self.size or ""]
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine: ``serve``, or ``gguf`` if a GGUF file is asked for."""
+        asked = self.format == "gguf" or (self.out is not None and self.out.suffix == ".gguf")
+        return "gguf" if asked and self.serve == "any" else self.serve
+
+    @property
     def columns_per_scale(self) -> int | None:
         """Group size, default resolved; None for one scale per row."""
         return (_GROUP_SIZE if self.group_size is None else self.group_size) or None
@@ -355,7 +379,8 @@ class QuantizeConfig(CompressConfig):
         described = super().identity()
         for name in ("overwrite_store", "memory"):
             described.pop(name)
-        described["store"] = str(self.store) if self.store else None
+        for name in ("store", "imatrix"):
+            described[name] = str(getattr(self, name)) if getattr(self, name) else None
         return described
 
 
@@ -584,9 +609,21 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
             )
         return named[0]
 
+    @property
+    @property
+    def mixes(self) -> list[str]:
+        """Names that may be mixtures of llama.cpp: sizes and methods."""
+        listed = f"{self.methods},{self.size or ''}".split(",")
+        return [name.strip() for name in listed]
+
     def single(self, budget: str) -> QuantizeConfig:
         """The same settings with one budget and no checkpoint, so that export rules do not apply."""
-        named: dict[str, Any] = {self._budget()[0]: budget, "format": "none", "tune": "off"}
+        named: dict[str, Any] = {
+            self._budget()[0]: budget,
+            "format": "none",
+            "serve": self.engine,
+            "tune": "off",
+        }
         return dataclasses.replace(self, **named)
 
     def folder(self) -> Path:

@@ -11,20 +11,25 @@ from rco import registry
 from rco.baselines.evolution import Evolution
 from rco.baselines.fisher_information import Fisher
 from rco.compression.compression import SCORES
+from rco.compression.llama_mixes import MIXES, is_mix
 from rco.core.search import GumbelSearch
 from rco.pipeline.configs import PLAIN, CompressConfig
 from rco.pipeline.searchers import make_searcher, search_settings
 
-__all__ = ["FIXED", "POOLED", "Allowance", "Entrant", "ExpertEntrant", "parse_methods"]
+__all__ = ["POOLED", "Allowance", "Entrant", "ExpertEntrant", "is_fixed", "parse_methods"]
 
 POOLED = "fisher-pooled"
-# Deterministic rules: they run once.
-FIXED = ("uniform", "uniform-fill", "output-error")
+_FIXED = ("uniform", "uniform-fill", "output-error")
 Start = Literal["zeros", "weight-error", "prior"]
 # Pruning starts from all experts; starting from none would be below the router's top-k.
 _ALIASES = {"greedy": "greedy-down"}
 _BY_ACCEPTANCE = "evoesap-acceptance"
 _STARTS: dict[str, Start] = {"": "zeros", "weight-error": "weight-error", "prior": "prior"}
+
+
+def is_fixed(name: str) -> bool:
+    """Whether a method is a deterministic rule, which runs once."""
+    return name in _FIXED or is_mix(name)
 
 
 def parse_methods(text: str) -> list[tuple[str, str, float]]:
@@ -98,6 +103,8 @@ class Entrant:
     @classmethod
     def parse(cls, label: str) -> Entrant:
         """Read a label; raises for an unknown method."""
+        if is_mix(label):
+            return cls(label, "zeros")
         name, _, start = label.partition("@")[0].partition("+")
         if start not in _STARTS:
             raise ValueError(
@@ -105,8 +112,13 @@ class Entrant:
             )
         method = "fisher" if name == POOLED else name
         if method not in registry.METHODS:
-            raise registry.unknown_name("method", method, [*registry.METHODS, POOLED])
+            raise registry.unknown_name("method", method, [*registry.METHODS, POOLED, *MIXES])
         return cls(method, "prior" if name == "rco" and not start else _STARTS[start], name == POOLED)
+
+    @property
+    def mix(self) -> bool:
+        """Whether it is a mixture of llama.cpp, which is measured as it is."""
+        return is_mix(self.method)
 
     @property
     def prior(self) -> bool:

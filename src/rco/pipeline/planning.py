@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rco.compression.budget import Budget
-from rco.compression.candidates import CandidateSettings
+from rco.compression.candidates import CandidateSettings, read_importances
 from rco.compression.compression import Compression
 from rco.compression.costs import Visits, routing_visits
 from rco.compression.engines import find_engine
 from rco.compression.gguf import GGUFFile
-from rco.compression.plan import CompressionPlan, ExpertGroups, make_plan, make_removal_plan
+from rco.compression.gguf_target import GGUFTarget, parse_types
+from rco.compression.llama_mixes import is_mix, needed_types
+from rco.compression.plan import (
+    CompressionPlan,
+    ExpertGroups,
+    make_gguf_plan,
+    make_plan,
+    make_removal_plan,
+)
 from rco.core.problem import AllocationProblem
 from rco.data.calibration import DataSplits, build_splits
 from rco.data.sources import resolve_source
@@ -24,6 +32,8 @@ from rco.distributed import Ranks
 from rco.export.compressed_tensors import check_exportable
 from rco.models.checkpoint_files import read_config
 from rco.models.device_map import DeviceMap
+from rco.models.gguf_conversion import ensure_gguf
+from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel, load_model, locate_model, outline_model, refuse_quantized
 from rco.models.moe.expert_removal import keep_plan
 from rco.models.moe.layers import moe_layers
@@ -40,6 +50,7 @@ __all__ = [
     "Planned",
     "build_data",
     "export_format",
+    "file_and_folder",
     "open_run",
     "plan_compression",
     "plan_groups",
@@ -106,7 +117,8 @@ def plan_compression(
     configured_searcher(config)
     _check_sources(config)
     ranks = ranks or Ranks()
-    if outline and given is None and budget.kind != "active_bits":
+    weightless = budget.kind != "active_bits" and getattr(config, "engine", None) != "gguf"
+    if outline and given is None and weightless:
         given = _outline(config)
     loaded = _load(config, ranks, given)
     folder = run_folder(config, budget)
@@ -135,6 +147,7 @@ def plan_compression(
         ranks=ranks,
         **own,
     )
+    budget = compression.settled(budget)
     problem = compression.problem(budget)
     _check_export(config, loaded, plan)
     expected = estimate(compression, config, residency, memory)
@@ -147,7 +160,16 @@ def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
         _check_removable(loaded)
         return make_removal_plan(model_linears(loaded.layout, loaded.model), config.lock)
     assert isinstance(config, QuantizeConfig)
-    engine = find_engine(config.serve)
+    engine = find_engine(config.engine)
+    if engine.name == "gguf":
+        ends = {"include_head": True, "include_embedding": True}
+        return _plan_gguf(config, loaded, model_linears(loaded.layout, loaded.model, **ends))
+    linears = model_linears(loaded.layout, loaded.model, include_head=True)
+    if config.types is not None or config.imatrix is not None or config.method == "imatrix":
+        raise ValueError(
+            f"`types`, `imatrix` and `method='imatrix'` are for GGUF files: add `format='gguf'`, got "
+            f"`serve='{engine.name}'`."
+        )
     if config.allow_prune and sparse_layers(loaded.model):
         _check_removable(loaded)
     if engine.gguf and config.group_size is not None:
@@ -157,11 +179,11 @@ def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
         )
     return make_plan(
         loaded.layout,
-        model_linears(loaded.layout, loaded.model, include_head=True),
+        linears,
         widths=None if config.widths is None else _parse_widths(config.widths),
         group_size=config.columns_per_scale,
         symmetric=config.symmetric,
-        serve=config.serve,
+        serve=config.engine,
         locks=config.lock,
         skips=config.skip,
         ties=config.tie,
@@ -180,19 +202,67 @@ def _check_removable(loaded: LoadedModel) -> None:
         _ = layer.known_rule
 
 
+def _plan_gguf(config: QuantizeConfig, loaded: LoadedModel, linears: Sequence[LinearInfo]) -> CompressionPlan:
+    """Groups and options of a GGUF file; settings of other formats are refused."""
+    for name in ("widths", "group_size", "symmetric", "expert_groups"):
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"In a GGUF file a type has its own width and groups: leave out `{name}`, and restrict `types`."
+            )
+    if config.method == "gptq" or config.allow_prune or config.per_projection:
+        wrong = "method='gptq'" if config.method == "gptq" else "allow_prune"
+        raise ValueError(f"`{wrong}` is not possible for GGUF files, which ggml's own encoders make.")
+    ensure_gguf(loaded)
+    target = GGUFTarget.of(loaded, linears)
+    mixes = [name for name in config.mixes if is_mix(name)]
+    plan = make_gguf_plan(
+        loaded.layout,
+        linears,
+        target,
+        parse_types(config.types, importance=config.method != "rtn", also=needed_types(mixes, target.reader)),
+        locks=config.lock,
+        skips=config.skip,
+        ties=config.tie,
+    )
+    if config.imatrix is not None:
+        if config.method == "rtn":
+            raise ValueError("`imatrix` gives importances, which `method='rtn'` does not use; leave one out.")
+        read_importances(config.imatrix, plan)
+    return plan
+
+
 def export_format(config: CompressConfig) -> str:
     """Format of the checkpoint: as requested, or the engine's; ``none`` for no checkpoint."""
     if isinstance(config, PruneConfig):
         return "pruned-padded" if config.padded and config.format != "none" else config.format
     assert isinstance(config, QuantizeConfig)
-    return config.format or find_engine(config.serve).format
+    return config.format or find_engine(config.engine).format
 
 
 def run_folder(config: CompressConfig, budget: Budget, prefix: str = "") -> Path:
     """Folder of a run: as requested, or named after model and budget."""
     suffix = "-uniform" if getattr(config, "uniform", False) else ""
     name = f"{prefix}{Path(config.model).name}-{budget.kind}-{config.requested}{suffix}"
+    if config.out is not None and config.out.suffix == ".gguf":  # the file; the run is beside it
+        return config.out.with_name(f"{config.out.stem}-run")
     return config.out or Path("runs") / slug(name)
+
+
+def file_and_folder(config: CompressConfig) -> tuple[CompressConfig, Path | None]:
+    """The settings with the run's folder as ``out``, and the GGUF file to write if ``out`` names one.
+
+    Raises:
+        ValueError: The file exists already, or another format is asked for.
+    """
+    file = config.out
+    if file is None or file.suffix != ".gguf":
+        return config, None
+    if not isinstance(config, QuantizeConfig) or config.format not in (None, "gguf"):
+        raise ValueError(f"`out={str(file)!r}` names a GGUF file; give a folder, or `format='gguf'`.")
+    if file.exists() and not config.resume:
+        raise ValueError(f"{file} exists already; choose another name, or remove it.")
+    folder = run_folder(config, Budget.parse(**config.budgets()))
+    return replace(config, out=folder, format="gguf"), file
 
 
 def slug(text: str) -> str:
@@ -283,6 +353,7 @@ def _quantization_settings(config: QuantizeConfig, plan: CompressionPlan, folder
             clip=config.clip,
             sweeps=config.sweeps,
             expert_tokens=config.expert_tokens,
+            imatrix=config.imatrix,
         ),
         "count": config.count,
         "overwrite_store": config.overwrite_store,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rco.baselines.block_budgets import share_budget
 from rco.compression.compression import Compression
+from rco.compression.plan import CompressionPlan, stored_width
 from rco.compression.priors import score_table
 from rco.core.knapsack import knapsack, solve_mckp
 from rco.core.moves import layer_order, spend, uniform_allocation
@@ -38,20 +39,23 @@ def _width_references(compression: Compression, problem: AllocationProblem, resu
     # Only groups with a choice: a uniform width does not include locked ones.
     free = [(k, g) for k, g in zip(result.allocation, plan.groups, strict=True) if len(g.options) > 1]
     parameters = sum(group.parameters for _, group in free) or 1
-    average = sum(plan.widths[k] * group.parameters for k, group in free) / parameters
-    packed = [option.bits for option in plan.packed]
-    below = max((w for w in packed if w <= average), default=packed[0])
-    above = min((w for w in packed if w > average), default=packed[-1])
-    for width in dict.fromkeys((below, above)):
-        choices = np.array(
-            [plan.widths.index(width if width in group.widths else group.widths[0]) for group in plan.groups]
-        )
-        listed.append((f"uniform {width}", problem.allocation(choices)))
+    average = sum(stored_width(plan.options[k]) * group.parameters for k, group in free) / parameters
+    packed = [plan.options.index(option) for option in plan.packed]
+    below = max((k for k in packed if stored_width(plan.options[k]) <= average), default=packed[0])
+    above = min((k for k in packed if stored_width(plan.options[k]) > average), default=packed[-1])
+    for option in dict.fromkeys((below, above)):
+        listed.append((f"uniform {plan.labels[option]}", problem.allocation(_uniform(plan, option))))
     interpolation = spend(problem, uniform_allocation(problem), layer_order(problem))
     listed.append(("uniform interpolation", problem.allocation(interpolation)))
     proxy = solve_mckp(-losses, problem)
     listed.append(("proxy knapsack", problem.allocation(spend(problem, proxy.allocation, -losses))))
     return listed
+
+
+def _uniform(plan: CompressionPlan, option: int) -> np.ndarray:
+    """The same option for every group; where it is not allowed, the nearest one that is."""
+    allowed = [np.flatnonzero(row) for row in plan.allowed]
+    return np.array([row[np.abs(row - option).argmin()] for row in allowed])
 
 
 def _expert_references(compression: Compression, problem: AllocationProblem, progress: Progress) -> Named:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from rco.core.optimizer import search_surface
 from rco.report.data import ReportError, RunData, integer, number, section
 from rco.report.numbers import bytes_text, count, exact, percent, plural, short, significant
 from rco.report.result_tables import Column, Table, fold_names
@@ -216,7 +217,7 @@ def _plain(value: Any) -> str:
 
 def _farthest_from_budget(run: RunData) -> str | None:
     """Largest distance of the continuous iterate from C = B, relative to B."""
-    if run.problem is None or run.problem.sense != "==":
+    if run.problem is None or search_surface(run.problem) != "==":
         return None
     budgets = [float(budget) for budget in run.problem.budgets]
     distances = [

@@ -91,7 +91,7 @@ def counted_problems() -> list[AllocationProblem]:
 def _arguments() -> list[dict[str, object]]:
     locked = np.ones((6, 3), dtype=bool)
     locked[0, 1:] = False
-    return [{}, {"sense": "<="}, {"monotone": True}, {"allowed": locked, "sense": "<="}]
+    return [{}, {"sense": "<="}, {"monotone": True}, {"allowed": locked, "sense": "<="}, {"sense": "=="}]
 
 
 def _check_run(

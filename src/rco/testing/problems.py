@@ -25,11 +25,18 @@ __all__ = [
 def random_problem(
     seed: int, num_groups: int = 6, num_options: int = 3, **arguments: Any
 ) -> AllocationProblem:
-    """Random integer costs that grow with the option, and a budget in the middle half of its range."""
+    """Random integer costs that grow with the option, and a budget in the middle half of its range.
+
+    A budget that must be met exactly (``sense="=="``) is the total of a random assignment.
+    """
     rng = np.random.default_rng(seed)
     costs = np.cumsum(rng.integers(1, 6, size=(num_groups, num_options)), axis=1)
     low, high = int(costs.min(axis=1).sum()), int(costs.max(axis=1).sum())
     budget = low + int(rng.integers((high - low) // 4, 3 * (high - low) // 4 + 1))
+    if arguments.get("sense") == "==":
+        allowed = np.asarray(arguments.get("allowed", np.ones(costs.shape, dtype=bool)))
+        drawn = np.where(allowed, rng.random(costs.shape), -1.0).argmax(axis=1)
+        return AllocationProblem(costs, budget=int(costs[np.arange(num_groups), drawn].sum()), **arguments)
     return AllocationProblem(costs, budget=max(low + 1, min(budget, high - 1)), **arguments)
 
 

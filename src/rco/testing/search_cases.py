@@ -22,7 +22,8 @@ from rco.core.problem import AllocationProblem
 from rco.core.sampling import gumbel_noise
 from rco.data.calibration import CalibrationSet
 from rco.formats.base import Stored
-from rco.formats.integer import PackedWeight, packed_words
+from rco.formats.coded import packed_words
+from rco.formats.integer import PackedWeight
 from rco.formats.streaming import pinned_together
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel

@@ -62,6 +62,8 @@ def _solve_one(
     shortfall = (values.max(axis=1, where=usable, initial=-np.inf)[:, None] - values).reshape(-1)[cells]
     unit = float(shortfall.max()) / _VALUE_SCALE or 1.0
     matrix, capacity = _scaled(problem, cells)
+    if problem.exact and not _whole(problem):
+        return none, _INFEASIBLE, 0.0
     cuts = csr_matrix((0, len(cells)))
     cut_sides: list[float] = []
     choose_one = csr_matrix((np.ones(len(cells)), (rows, np.arange(len(cells)))))
@@ -74,9 +76,8 @@ def _solve_one(
             bounds=Bounds(0, 1),
             constraints=[
                 LinearConstraint(choose_one, 1, 1),
-                LinearConstraint(
-                    vstack([csr_matrix(matrix), cuts]), -np.inf, np.concatenate([capacity, cut_sides])
-                ),
+                LinearConstraint(csr_matrix(matrix), capacity if problem.exact else -np.inf, capacity),
+                LinearConstraint(cuts, -np.inf, cut_sides),
                 *minima,
             ],
             options={"mip_rel_gap": 0.0, "time_limit": left},
@@ -94,7 +95,8 @@ def _solve_one(
             if result.status == 0 and gap <= _TIE * max(lost, _VALUE_SCALE * unit):
                 return found, _OPTIMAL, 0.0
             return found, _LIMIT, gap
-        cover, size = _cover(found, problem)
+        covered = problem.block_index is None and _over(found, problem)
+        cover, size = _cover(found, problem) if covered else _only(found, problem)
         cuts = vstack([cuts, csr_matrix(cover.reshape(-1)[cells].astype(float))])
         cut_sides.append(size - 1.0)
     return none, _LIMIT, math.inf
@@ -115,6 +117,9 @@ def _minima(counts: MinCounts, cells: np.ndarray) -> Any:
 def _scaled(problem: AllocationProblem, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Reduced costs (q, cells) and capacities as floats of moderate size."""
     costs = problem.reduced.costs.reshape(problem.num_joint, -1)[:, cells]
+    if problem.block_index is not None:
+        inside = problem.block_index[cells // problem.num_options] == np.arange(problem.num_budgets)[:, None]
+        costs = np.where(inside, costs, 0)
     matrix = np.empty(costs.shape)
     capacity = np.empty(len(costs))
     for j, (row, limit) in enumerate(zip(costs, problem.reduced.capacity, strict=True)):
@@ -123,6 +128,29 @@ def _scaled(problem: AllocationProblem, cells: np.ndarray) -> tuple[np.ndarray, 
         matrix[j] = row.astype(np.float64) / scale
         capacity[j] = min(limit, largest * problem.num_groups) / scale
     return matrix, capacity
+
+
+def _whole(problem: AllocationProblem) -> bool:
+    """Whether every budget is a multiple of the unit that the reduced costs are counted in."""
+    low, _ = problem.unit_range
+    exact = zip(problem.budgets, problem.unit_budgets, low, problem.reduced.capacity, strict=True)
+    for j, (budget, units, lowest, capacity) in enumerate(exact):
+        costs = problem.unit_costs[0 if problem.block_index is not None else j]
+        divisor = int(np.gcd.reduce(costs - costs.min(axis=1, keepdims=True), axis=None)) or 1
+        if budget * problem.denominator != units or capacity * divisor != units - lowest:
+            return False
+    return True
+
+
+def _over(choices: np.ndarray, problem: AllocationProblem) -> bool:
+    return any(u > b for u, b in zip(problem.units(choices), problem.unit_budgets, strict=True))
+
+
+def _only(choices: np.ndarray, problem: AllocationProblem) -> tuple[np.ndarray, int]:
+    """The choices themselves, in the form of a cover: cuts off an allocation that leaves budget."""
+    cut = np.zeros((problem.num_groups, problem.num_options), dtype=bool)
+    cut[np.arange(len(choices)), choices] = True
+    return cut, len(choices)
 
 
 def _cover(choices: np.ndarray, problem: AllocationProblem) -> tuple[np.ndarray, int]:

@@ -1,9 +1,9 @@
 """The solver of multiple-choice knapsacks: checks values, dispatches by kind of budget, verifies the result.
 
-``solve_mckp`` maximises ``sum_i values[i, k_i]`` subject to the problem's exact budgets. One budget, or one per
-block, goes to compiled kernels (:mod:`~rco.core.knapsack.single_budget`); several joint budgets go to HiGHS
-(:mod:`~rco.core.knapsack.joint_budgets`). Every allocation is costed again with the problem's own integers before
-it is returned.
+``solve_mckp`` maximises ``sum_i values[i, k_i]`` subject to the problem's budgets. One budget, or one per block,
+goes to compiled kernels (:mod:`~rco.core.knapsack.single_budget`, and :mod:`~rco.core.knapsack.equality` where it
+must be met exactly); several joint budgets go to HiGHS (:mod:`~rco.core.knapsack.joint_budgets`). Every allocation
+is costed again with the problem's own integers before it is returned.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -92,13 +91,7 @@ class BatchSolution(Sequence[Solution]):
     def _cost(self, index: int) -> Any:
         if self._found.choices[index, 0] < 0:
             return None
-        denominator = self._problem.denominator
-        costs: list[int | Fraction] = [int(u) for u in self._units[index]]
-        if denominator > 1:
-            exact = [Fraction(int(u), denominator) for u in self._units[index]]
-            costs = [cost.numerator if cost.denominator == 1 else cost for cost in exact]
-        several = self._problem.num_joint > 1 or self._problem.block_ids is not None
-        return tuple(costs) if several else costs[0]
+        return self._problem.priced(self._units[index])
 
     def __len__(self) -> int:
         return len(self._found.choices)
@@ -133,8 +126,8 @@ def solve_mckp(
 ) -> Solution | BatchSolution:
     """Choose one option per group, of the largest total value within the budget.
 
-    A discrete allocation never exceeds the budget, whatever the problem's ``sense``. Ties are broken the same
-    way on every call. Values closer than 1e-13 of the largest difference in play count as tied.
+    The total cost never exceeds the budget; under ``sense="=="`` it equals the budget. Ties are broken the same way
+    on every call. Values closer than 1e-13 of the largest difference in play count as tied.
 
     Args:
         values: (N, K) or (batch, N, K) numbers, a numpy array or torch tensor; ``-inf`` forbids an option.
@@ -180,9 +173,15 @@ def knapsack(values: np.ndarray | Tensor, problem: AllocationProblem) -> np.ndar
     """Choices of the exact knapsack of some values; an error where it has no solution within the budgets."""
     found = found_allocation(values, problem)
     if found is None:
+        problem.require_reachable()
         raise InfeasibleBudgetError(
-            f"The knapsack found no allocation within the budgets {problem.budget}, or none within its "
-            f"{_DEFAULT_SECONDS:.0f} seconds; raise the budgets, or allow cheaper options."
+            f"The knapsack found no allocation that meets the budgets {problem.budget}, or none within its limits "
+            f"on states and seconds ({_DEFAULT_SECONDS:.0f}); "
+            + (
+                'use sense="<=", or costs in larger units.'
+                if problem.exact
+                else "raise the budgets, or allow cheaper options."
+            )
         )
     return found
 
@@ -211,13 +210,17 @@ def _checked_values(values: Any, problem: AllocationProblem) -> np.ndarray:
 def _solve(
     values: np.ndarray, problem: AllocationProblem, max_states: int, time_limit: float
 ) -> tuple[Choices, np.ndarray, Any]:
-    """Choices, their values, and exact costs in the problem's units; an error for choices over budget."""
+    """Choices, their values, and exact costs in the problem's units; an error for choices that miss a budget."""
     if not 1 <= max_states < 2**31:
         raise ValueError(f"max_states must lie between 1 and 2**31 - 1, got {max_states}.")
-    if problem.num_joint > 1:
+    if problem.num_joint > 1 or (problem.exact and problem.min_counts is not None):
         from rco.core.knapsack.joint_budgets import solve_joint
 
         found = Choices(*solve_joint(values, problem, time_limit))
+    elif problem.exact:
+        from rco.core.knapsack.equality import solve_equality
+
+        found = solve_equality(values, problem, max_states)
     else:
         prepared = plans(problem)
         if problem.min_counts is None:

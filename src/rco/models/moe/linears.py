@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from rco.models.embeddings import embedding_info
 from rco.models.layout import Layout, LinearInfo, text_config
 from rco.models.moe.finding import UnreadExperts, find_layers
 from rco.models.moe.layers import MOE_ARCHITECTURES, MoELayer, moe_layers
@@ -165,9 +166,16 @@ def _projection_shapes(layer: MoELayer) -> list[tuple[int, int]]:
     return [(weight.shape[0], weight.shape[1]) for weight in weights]
 
 
-def model_linears(layout: Layout, model: nn.Module, *, include_head: bool = False) -> list[LinearInfo]:
-    """Every linear of a model, block by block, the experts of a sparse layer after the others of its block."""
+def model_linears(
+    layout: Layout, model: nn.Module, *, include_head: bool = False, include_embedding: bool = False
+) -> list[LinearInfo]:
+    """Every linear of a model, block by block, the experts of a sparse layer after the others of its block.
+
+    With ``include_head`` and ``include_embedding`` the output layer and the token embedding follow.
+    """
     linears = layout.linears(model, include_head=include_head)
+    if include_embedding:
+        linears.append(embedding_info(layout, model))
     layers = sparse_layers(model)
     if not layers:
         return linears
@@ -178,6 +186,6 @@ def model_linears(layout: Layout, model: nn.Module, *, include_head: bool = Fals
         blocks.setdefault(layer.decoder_index, []).extend(expert_linears(layer))
     numbers = sorted(block for block in blocks if block is not None)
     outside = blocks.get(None, [])
-    outer = [info for info in outside if info.role != "head"]
-    head = [info for info in outside if info.role == "head"]
-    return [*outer, *(info for block in numbers for info in blocks[block]), *head]
+    outer = [info for info in outside if info.role == "outer"]
+    ends = [info for info in outside if info.role != "outer"]
+    return [*outer, *(info for block in numbers for info in blocks[block]), *ends]

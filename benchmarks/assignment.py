@@ -1,0 +1,265 @@
+"""Assignment problems without language models: RCO and other methods at equal evaluations, on six families.
+
+    nice python benchmarks/assignment.py run --out benchmarks/results/assignment.json
+    python benchmarks/assignment.py report --results benchmarks/results/assignment.json --docs docs
+
+``run`` adds the records that the file does not hold yet, instance by instance, so that it can be interrupted and
+continued. A record is the loss of one method on one instance. An evaluation is one forward pass of the loss; a
+backward pass counts as two more. ``report`` writes ``docs/assignment.md`` and its plots.
+
+The gap of a result is its distance from the best loss known for the instance (of all methods and proofs), as a
+share of what lies between the uniform assignment and that best loss: 0 is the best known, 1 is uniform.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from assignment_families import FAMILIES, Instance, make
+
+from rco import registry
+from rco.atomic_files import write_json_atomic
+from rco.core.moves import uniform_allocation
+from rco.core.objective import CallableObjective, one_hot
+from rco.core.result import SearchResult
+from rco.runs import environment
+
+SIZES = ((10, 4), (50, 5), (200, 6), (2000, 8))
+SEEDS = 5
+EVALUATIONS = 6000
+LIMITED: dict[str, Any] = {"steps": None}
+
+# Methods and their settings. "penalty", "lagrangian" and "augmented-lagrangian" are gradient searches that end with
+# the choice among their candidates; "+ restarts" gives the penalty all that follows RCO's loop.
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rco": ("rco", {**LIMITED, "refine": None}),
+    "rco-plain": ("rco-plain", LIMITED),
+    "penalty": ("penalty", {**LIMITED, "refine": 0}),
+    "penalty + restarts": ("penalty", {**LIMITED, "refine": None}),
+    "restarts alone": ("rco", {"steps": 0, "refine": None}),
+    "lagrangian": ("lagrangian", {**LIMITED, "refine": 0}),
+    "augmented-lagrangian": ("augmented-lagrangian", {**LIMITED, "refine": 0}),
+    "frank-wolfe": ("frank-wolfe", LIMITED),
+    "evopress": ("evopress", {"generations": None}),
+    "annealing": ("annealing", LIMITED),
+    "greedy": ("greedy", {}),
+}
+ABLATIONS = ("penalty + restarts", "restarts alone")
+
+
+def search(method: str, instance: Instance, evaluations: int, seed: int) -> SearchResult:
+    """One search on one instance."""
+    name, settings = METHODS[method]
+    searcher = registry.load(registry.METHODS, name, "method")(
+        max_evaluations=evaluations, seed=seed, **settings
+    )
+    result: SearchResult = searcher.search(instance.problem, CallableObjective(instance.loss, batched=True))
+    return result
+
+
+def loss_of(instance: Instance, choices: np.ndarray) -> float:
+    """The loss of an allocation."""
+    with torch.no_grad():
+        return float(instance.loss(one_hot(choices, instance.problem.num_options)))
+
+
+def exact(instance: Instance, seconds: float) -> dict[str, Any] | None:
+    """HiGHS on the linearised problem, where there is one: pairs of choices as variables."""
+    if instance.quadratic is None:
+        return None
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import lil_matrix
+
+    problem, (linear, pairs) = instance.problem, instance.quadratic
+    cells = problem.num_groups * problem.num_options
+    first, second = np.nonzero(np.triu(pairs, 1))
+    rows = lil_matrix((problem.num_groups + 1 + 3 * len(first), cells + len(first)))
+    low = np.full(rows.shape[0], -np.inf)
+    high = np.zeros(rows.shape[0])
+    for group in range(problem.num_groups):
+        rows[group, group * problem.num_options : (group + 1) * problem.num_options] = 1.0
+        low[group] = high[group] = 1.0
+    rows[problem.num_groups, :cells] = problem.float_costs[0].reshape(-1)
+    high[problem.num_groups] = problem.float_budgets[0]
+    for pair, (a, b) in enumerate(zip(first, second, strict=True)):
+        at, variable = problem.num_groups + 1 + 3 * pair, cells + pair
+        rows[at, variable], rows[at, a] = 1.0, -1.0
+        rows[at + 1, variable], rows[at + 1, b] = 1.0, -1.0
+        rows[at + 2, variable], rows[at + 2, a], rows[at + 2, b], high[at + 2] = -1.0, 1.0, 1.0, 1.0
+    whole = np.concatenate([np.ones(cells), np.zeros(len(first))])
+    began = time.perf_counter()
+    found = milp(
+        np.concatenate([linear, pairs[first, second]]),
+        integrality=whole,
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint(rows.tocsr(), low, high),
+        options={"time_limit": seconds, "mip_rel_gap": 0.0},
+    )
+    if found.x is None:
+        return None
+    choices = found.x[:cells].reshape(problem.num_groups, -1).argmax(axis=1)
+    proved = bool(found.status == 0)
+    return {
+        "loss": loss_of(instance, choices),
+        "proved": proved,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def knapsack_optimum(instance: Instance) -> float | None:
+    """The optimum of an additive loss."""
+    if instance.values is None:
+        return None
+    import rco
+
+    solution = rco.solve_mckp(instance.values, instance.problem)
+    return loss_of(instance, solution.allocation)
+
+
+def best_of_all(instance: Instance, limit: int = 2_000_000) -> float | None:
+    """The optimum by enumeration in batches, where the problem is small."""
+    problem = instance.problem
+    count = problem.num_options**problem.num_groups
+    if count > limit:
+        return None
+    best, size = np.inf, 1 << 14
+    digits = problem.num_options ** np.arange(problem.num_groups)
+    costs = problem.unit_costs[0]
+    for begin in range(0, count, size):
+        numbers = np.arange(begin, min(begin + size, count))
+        choices = (numbers[:, None] // digits) % problem.num_options
+        fits = costs[np.arange(problem.num_groups), choices].sum(axis=1) <= problem.unit_budgets[0]
+        if fits.any():
+            gates = torch.nn.functional.one_hot(torch.from_numpy(choices[fits]), problem.num_options).double()
+            with torch.no_grad():
+                best = min(best, float(instance.loss(gates).min()))
+    return best
+
+
+def key(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What identifies a record."""
+    return tuple(record[name] for name in ("family", "groups", "options", "seed", "method", "evaluations"))
+
+
+def run(settings: argparse.Namespace) -> None:
+    """Add the missing records."""
+    torch.set_num_threads(settings.threads)
+    known = (
+        json.loads(settings.out.read_text())
+        if settings.out.exists()
+        else {"study": "assignment", "records": []}
+    )
+    known["environment"] = environment()
+    done = {key(record) for record in known["records"]}
+    for seed in range(settings.seeds):
+        for groups, options in settings.sizes:
+            for family in settings.families:
+                instance = None
+                for method in settings.methods:
+                    record: dict[str, Any] = {
+                        "family": family,
+                        "groups": groups,
+                        "options": options,
+                        "seed": seed,
+                        "method": settings.label.get(method, method),
+                        "evaluations": settings.evaluations,
+                    }
+                    if key(record) in done:
+                        continue
+                    instance = instance or make(family, groups, options, seed)
+                    result = search(method, instance, settings.evaluations, seed)
+                    record |= {
+                        "loss": loss_of(instance, np.asarray(result.allocation)),
+                        "uniform": loss_of(instance, uniform_allocation(instance.problem)),
+                        "used": result.forwards + 2 * result.backwards,
+                        "seconds": round(result.seconds, 3),
+                        "feasible": instance.problem.is_feasible(result.allocation),
+                    }
+                    known["records"].append(record)
+                    print(*key(record), round(record["loss"], 4), record["seconds"], flush=True)
+                    write_json_atomic(settings.out, known)
+    if settings.optima:
+        add_optima(settings, known)
+
+
+def add_optima(settings: argparse.Namespace, known: dict[str, Any]) -> None:
+    """Optima that other solvers prove: enumeration, the exact knapsack, HiGHS."""
+    optima = known.setdefault("optima", [])
+    done = {(o["family"], o["groups"], o["seed"], o["solver"]) for o in optima}
+    for seed in range(settings.seeds):
+        for groups, options in settings.sizes:
+            for family in settings.families:
+                instance = make(family, groups, options, seed)
+                solvers: dict[str, Callable[[], float | dict[str, Any] | None]] = {
+                    "enumeration": lambda i=instance: best_of_all(i),
+                    "knapsack": lambda i=instance: knapsack_optimum(i),
+                    "HiGHS": lambda i=instance: exact(i, settings.exact_seconds),
+                }
+                for solver, solve in solvers.items():
+                    if (family, groups, seed, solver) in done:
+                        continue
+                    found = solve()
+                    if found is None:
+                        continue
+                    described = found if isinstance(found, dict) else {"loss": found, "proved": True}
+                    optima.append(
+                        {
+                            "family": family,
+                            "groups": groups,
+                            "options": options,
+                            "seed": seed,
+                            "solver": solver,
+                        }
+                        | described
+                    )
+                    print(family, groups, seed, solver, described, flush=True)
+                    write_json_atomic(settings.out, known)
+
+
+def sizes_of(text: str) -> list[tuple[int, int]]:
+    """Sizes written as 10x4,50x5."""
+    return [tuple(int(number) for number in size.split("x")) for size in text.split(",")]  # type: ignore[misc]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run or report."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    running = commands.add_parser("run")
+    running.add_argument("--out", type=Path, required=True)
+    running.add_argument("--families", type=lambda t: t.split(","), default=list(FAMILIES))
+    running.add_argument("--sizes", type=sizes_of, default=list(SIZES))
+    running.add_argument("--methods", type=lambda t: t.split(","), default=list(METHODS))
+    running.add_argument("--seeds", type=int, default=SEEDS)
+    running.add_argument("--evaluations", type=int, default=EVALUATIONS)
+    running.add_argument("--threads", type=int, default=1)
+    running.add_argument("--optima", action="store_true", help="also prove optima where that is possible")
+    running.add_argument("--exact-seconds", type=float, default=60.0)
+    running.add_argument("--label", type=json.loads, default={}, help="other names of methods, as JSON")
+    running.set_defaults(call=run)
+    reporting = commands.add_parser("report")
+    reporting.add_argument("--results", type=Path, required=True)
+    reporting.add_argument("--docs", type=Path, required=True)
+    reporting.set_defaults(call=report)
+    settings = parser.parse_args(arguments)
+    settings.call(settings)
+
+
+def report(settings: argparse.Namespace) -> None:
+    """Write the page and its plots."""
+    from assignment_report import write_report
+
+    write_report(json.loads(settings.results.read_text()), settings.docs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""ggml's block types, the storage types of GGUF files."""

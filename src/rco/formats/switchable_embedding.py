@@ -1,0 +1,139 @@
+"""A token embedding that can be any one of K compressed versions of itself, with a gradient for every option.
+
+Only the rows of the tokens at hand are decoded, and only their gradients enter the inner products with options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from rco.formats.base import Stored
+from rco.formats.products import Option, inner_products, unwrapped
+from rco.formats.switchable import Selection, WeightBuffer, check_selection
+
+__all__ = ["SwitchableEmbedding"]
+
+
+class SwitchableEmbedding(nn.Module):
+    """Replacement of a token embedding that applies one of its compressed options.
+
+    Args:
+        options: K stored weights of shape (tokens, features), in any formats; None stands for the original weight.
+        original: The embedding's own weight.
+        scale: Factor of the result, where the model's embedding has one.
+    """
+
+    def __init__(
+        self, options: Sequence[Stored | None], original: Tensor, scale: Tensor | float | None = None
+    ) -> None:
+        super().__init__()
+        dense = original.detach()
+        for index, option in enumerate(options):
+            if option is not None and tuple(option.shape) != tuple(dense.shape):
+                raise ValueError(
+                    f"Option {index} has shape {tuple(option.shape)}, the embedding needs {tuple(dense.shape)}."
+                )
+        self.options: Sequence[Option] = [
+            dense if option is None else unwrapped(option) for option in options
+        ]
+        self.buffer, self.selection = WeightBuffer(), Selection(0)
+        self.noise: Tensor | None = None
+        # In a tuple, so that the parameter is not registered here a second time.
+        self._original, self._scale = (original,), scale
+
+    @property
+    def weight(self) -> Tensor:
+        """The original weight: for code that asks for type, device or size of the embedding."""
+        return self._original[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the embedding."""
+        return self.weight.device
+
+    def supports_device_choice(self, dtype: torch.dtype) -> bool:
+        """Whether the choice can be read from the device; never."""
+        return False
+
+    def select(
+        self,
+        choice: int,
+        gate: Tensor | None = None,
+        active: Sequence[bool] | None = None,
+        place: Tensor | None = None,
+    ) -> None:
+        """Use option ``choice`` from now on, as :meth:`rco.formats.switchable.SwitchableLinear.select`."""
+        selection = Selection(choice, gate, None if active is None else tuple(map(bool, active)), place)
+        check_selection(self.options, selection)
+        self.selection = selection
+
+    def selected_weight(self, dtype: torch.dtype) -> Tensor:
+        """The selected option as a new dense matrix."""
+        option = self.options[self.selection.choice]
+        weight = option.to(dtype) if isinstance(option, Tensor) else option.dequantize(dtype)
+        return weight if self.noise is None else weight + self.noise.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Rows of the selected option (..., features) for token ids (...)."""
+        used, places = torch.unique(tokens, return_inverse=True)
+        gate = self.selection.gate
+        if gate is not None and gate.requires_grad and torch.is_grad_enabled():
+            rows: Tensor = _Rows.apply(gate, used, self.options, self.selection, self.weight.dtype)  # type: ignore[no-untyped-call]
+        else:
+            rows = _dense_rows(self.options[self.selection.choice], used, self.weight.dtype)
+        if self.noise is not None:
+            rows = rows + self.noise[used].to(rows.dtype)
+        found = rows[places]
+        return found if self._scale is None else found * self._scale
+
+
+def _part(option: Option, rows: Tensor) -> Option:
+    """Some rows of an option, copied."""
+    if isinstance(option, Tensor):
+        return option[rows]
+    if option.device != rows.device:  # options in host memory
+        rows = rows.to(option.device)
+    return option.over(
+        {name: part[rows] for name, part in option.tensors.items()}, (len(rows), option.shape[1])
+    )
+
+
+def _dense_rows(option: Option, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    part = _part(option, rows)
+    dense = part if isinstance(part, Tensor) else part.dequantize()
+    return dense.to(rows.device, dtype)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: Tensor,
+        rows: Tensor,
+        options: Sequence[Option],
+        selection: Selection,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.rows, ctx.options, ctx.selection = rows, options, selection
+        return _dense_rows(options[selection.choice], rows, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        selection, gate = ctx.selection, ctx.selection.gate
+        wanted = selection.active or (True,) * len(ctx.options)
+        parts = [
+            _on(_part(option, ctx.rows), gradient.device) if used else None
+            for option, used in zip(ctx.options, wanted, strict=True)
+        ]
+        products = inner_products(gradient.float(), parts)
+        return products.to(device=gate.device, dtype=gate.dtype), None, None, None, None
+
+
+def _on(option: Option, device: torch.device) -> Option:
+    return option if option.device == device else option.to(device)
