@@ -41,6 +41,7 @@ FORMATS: dict[str, str] = {
     "integer": "rco.formats.integer:IntegerGrid",
     "ggml": "rco.formats.ggml.block_types:GGMLFormat",
     "ggml-float": "rco.formats.ggml.float_types:GGMLFloat",
+    "floating": "rco.formats.floating:FloatingPoint",
     "original": "rco.formats.original:Original",
     "removed": "rco.formats.removed:Removed",
 }

@@ -174,6 +174,10 @@ def test_the_budgets_of_a_sweep_are_exact_and_named_as_listed():
     assert config.front() == ["2.25", "5/2", "2.75", "3", "3.25", "3.5", "3.75", "4.00"]
     thirds = CompareQuantizeConfig(model="any", bits="2,3", sweep=True, sweep_budgets=4)
     assert thirds.front() == ["2", "2.3333", "2.6667", "3"]
+    sizes = CompareQuantizeConfig(model="x", size="1MB,llama-q2_k,1000009", sweep_budgets=4)
+    assert sizes.front() == ["1MB", "1000003", "1000006", "1000009"]
+    with pytest.raises(ValueError, match="two different budgets in `size`"):
+        CompareQuantizeConfig(model="x", size="1MB,llama-q2_k").front()
 
 
 def test_processes_follow_cores_and_memory(monkeypatch):

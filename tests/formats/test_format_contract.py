@@ -41,8 +41,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "add_a_format.md"
 
 
 def test_every_family_is_checked():
-    # Those of ggml are checked in test_ggml.py.
-    assert {*NAMES, "ggml", "ggml-float"} == registry.FORMATS.keys()
+    # Those of ggml are checked in test_ggml.py, floating-point ones in test_floating.py.
+    assert {*NAMES, "ggml", "ggml-float", "floating"} == registry.FORMATS.keys()
     for family, names in NAMES.items():
         assert {type(formats.parse(name)).family for name in names} == {family}
 
@@ -100,7 +100,7 @@ def test_the_contract(name):
 
 def test_names_that_no_family_has_are_refused_with_what_there_is():
     for name in ("int9-g64", "int4", "int4-g0", "q4", "Original", ""):
-        with pytest.raises(ValueError, match="integer, ggml, ggml-float, original, removed"):
+        with pytest.raises(ValueError, match="integer, ggml, ggml-float, floating, original, removed"):
             formats.parse(name)
 
 
@@ -237,7 +237,11 @@ def test_experts_of_a_layer_take_options_of_any_family(ternary):
 
 def test_inputs_are_rounded_where_the_format_says_so(ternary, monkeypatch):
     module, _ = ternary
-    monkeypatch.setattr(module.Ternary, "activation", property(lambda self: lambda x: (x * 4).round() / 4))
+
+    def rounded(x):
+        return (x * 4).round() / 4
+
+    monkeypatch.setattr(module.Ternary, "input_rule", lambda self, stored: rounded)
     check_format(module.Ternary(), shapes=[(6, 32)])
     weight = random_weight((6, 32)).double()
     options = [module.Ternary().encode(weight), None]

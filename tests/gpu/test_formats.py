@@ -17,6 +17,7 @@ pytestmark = pytest.mark.gpu
 NAMES = {
     "integer": ["int2-g64", "int3-g128-sym", "int4-channel", "int5-g32", "int8-g64-sym"],
     "ggml-float": ["bf16"],
+    "floating": ["fp8", "fp8-block-dynamic", "int8-dynamic", "nvfp4", "nvfp4-a4", "mxfp4-a4", "mxfp8"],
     "original": ["original"],
     "removed": ["removed"],
 }

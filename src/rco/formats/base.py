@@ -47,6 +47,9 @@ class EncodeSettings:
         damp: GPTQ's dampening, as a part of the mean of the Hessian's diagonal.
         act_order: GPTQ's order of the columns: by falling diagonal instead of from left to right.
         sweeps: Passes of coordinate descent over the codes after GPTQ.
+        weight_peak: Largest size of a weight that an engine keeps in one tensor with this one; that of the weight
+            itself if None.
+        input_peak: Largest size of the layer's inputs, for formats that round them with a fixed scale.
     """
 
     storage_dtype: torch.dtype | None = None
@@ -54,6 +57,8 @@ class EncodeSettings:
     damp: float = 0.01
     act_order: bool = False
     sweeps: int = 0
+    weight_peak: float | None = None
+    input_peak: float | None = None
 
 
 class Stored:
@@ -294,9 +299,8 @@ class Format(ABC):
         """
         return None
 
-    @property
-    def activation(self) -> ActivationRule | None:
-        """Rounding that the engine applies to the inputs; None if there is none."""
+    def input_rule(self, stored: Stored) -> ActivationRule | None:
+        """Rounding that the engine applies to the inputs of the layer; None if there is none."""
         return None
 
     def rows(self, stored: Stored, start: int, stop: int) -> Stored:

@@ -1,7 +1,8 @@
 """Weights held as small integer codes: packing, decoding and the operands of the kernels.
 
 A code ``c`` in a group of columns stands for ``(c - zero) * scale``, or for ``table[c] * scale`` if values are not
-equally spaced, rounded once to the type of the scales; a format with minima then subtracts the group's minimum.
+equally spaced, rounded once to the type of the scales or a narrower one; a format with minima then subtracts the
+group's minimum.
 Each row is a little-endian stream of ``bits``-wide codes in int32 words, padded with zero bits to a whole word.
 """
 
@@ -126,6 +127,7 @@ class CodedWeight(Stored):
         zeros: Code that stands for zero, uint8 (out, groups); None: :attr:`midpoint`.
         minima: Subtracted from every value of a group, float32 (out, groups); None if there are none.
         table: Value of every code, float32 (2^bits,), instead of zero points; None if values are equally spaced.
+        rounded_to: Type that products are rounded to; None: that of the scales.
         bits: Width of a code.
         group_size: Columns that share a scale; the last group of a row may be shorter. ``in`` means per channel.
     """
@@ -135,6 +137,7 @@ class CodedWeight(Stored):
     zeros: Tensor | None
     minima: Tensor | None = None
     table: Tensor | None = None
+    rounded_to: torch.dtype | None = None
     bits: int
     group_size: int
 
@@ -157,7 +160,7 @@ class CodedWeight(Stored):
         """The weight as operands of the compiled kernels, if it is in host memory."""
         return CompiledOperands.of(
             self.packed, self.scales, self.zeros, self.bits, self.shape[1], self.group_size,
-            midpoint=self.midpoint, minima=self.minima, table=self.table,
+            midpoint=self.midpoint, minima=self.minima, table=self.table, rounded_to=self.rounded_to,
         )  # fmt: skip
 
     def decode(self, out: Tensor) -> None:
@@ -188,7 +191,8 @@ def decode_rows(weight: CodedWeight, start: int, stop: int) -> Tensor:
     codes = unpack(weight.packed[start:stop], weight.bits, weight.shape[1])
     zeros = weight.midpoint if weight.zeros is None else weight.zeros[start:stop]
     minima = None if weight.minima is None else weight.minima[start:stop]
-    return decode_codes(codes, weight.scales[start:stop], zeros, weight.group_size, minima, weight.table)
+    decoded = decode_codes(codes, weight.scales[start:stop], zeros, weight.group_size, minima, weight.table)
+    return decoded if weight.rounded_to is None else decoded.to(weight.rounded_to)
 
 
 def decode_codes(

@@ -322,6 +322,7 @@ def _regular(
         whole
         and rows * cols // 8 < 2**31
         and dtype == torch.bfloat16
+        and all(o.minima is None and o.table is None for o in operands)
         and all(
             part.dtype == torch.bfloat16 and part.is_contiguous() and part.data_ptr() % 16 == 0
             for part in (o.codes if o.bits == DENSE else o.scales for o in operands)

@@ -165,6 +165,12 @@ def _decode_row(
         if table.shape[0] > 0:
             for j in range(target.shape[0]):
                 target[j] = table[source[j]] * scale
+            if rounding == ROUND_BFLOAT16:
+                for j in range(target.shape[0]):
+                    target[j] = as_bfloat16(np.float32(target[j]))
+            elif rounding == ROUND_HALF:
+                for j in range(target.shape[0]):
+                    target[j] = as_half(np.float32(target[j]))
         elif rounding == ROUND_BFLOAT16:
             for j in range(target.shape[0]):
                 target[j] = as_bfloat16((np.float32(source[j]) - zero) * scale)
@@ -316,7 +322,8 @@ def dot_float(
     values = np.empty(cols, dtype=gradient.dtype)
     for row in range(gradient.shape[0]):
         _unpack_row(stream[row], bits, cols, codes)
-        if rounding == ROUND_HALF:  # rounds by adding and subtracting, which must not be reassociated
+        # Rounding to half adds and subtracts, which must not be reassociated.
+        if rounding == ROUND_HALF or (rounding != ROUND_NONE and table.shape[0] > 0):
             _decode_row(codes, scales[row], zeros[row], minima[row], table, group, rounding, values)
             sums[row] = _dot(gradient[row], values)
         elif minima.shape[1] > 0 or table.shape[0] > 0:
@@ -406,12 +413,13 @@ class CompiledOperands:
         midpoint: int,
         minima: Tensor | None = None,
         table: Tensor | None = None,
+        rounded_to: torch.dtype | None = None,
     ) -> CompiledOperands:
         """Operands of a weight's codes, scales and so on; ``midpoint`` stands for zero without zero points.
 
-        Minima and tables need unrounded values: scales of float32.
+        Minima need unrounded values: scales of float32.
         """
-        rounding = _ROUNDING.get(scales.dtype, ROUND_NONE)
+        rounding = _ROUNDING.get(rounded_to or scales.dtype, ROUND_NONE)
         scales = scales.detach().contiguous()
         if scales.dtype == torch.bfloat16:
             scales = scales.view(torch.uint16)

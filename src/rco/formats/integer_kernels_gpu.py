@@ -123,7 +123,15 @@ def _aligned(
 
 
 def _operand(weight: CodedWeight) -> Operand:
-    return Operand(weight.packed, weight.scales, weight.zeros, weight.bits, weight.minima, weight.table)
+    return Operand(
+        weight.packed,
+        weight.scales,
+        weight.zeros,
+        weight.bits,
+        weight.minima,
+        weight.table,
+        weight.rounded_to == torch.bfloat16,
+    )
 
 
 def _dense_operand(weight: Tensor) -> Operand:

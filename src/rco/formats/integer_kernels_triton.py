@@ -36,8 +36,8 @@ __all__ = [
 DENSE = 16
 """The width of an operand that is not packed."""
 
-ZEROS, MINIMA, TABLE = 1, 2, 4
-"""Flags of an operand's optional parts."""
+ZEROS, MINIMA, TABLE, BFLOAT16 = 1, 2, 4, 8
+"""Flags of an operand: its optional parts, and values rounded to bfloat16 whatever the type of the scales."""
 
 _WIDEST_SEGMENT = 128
 _ELEMENTS = 1024  # of one step of a program
@@ -56,6 +56,7 @@ class Operand:
         bits: Width of a code.
         minima: Float32 (rows, groups) to subtract from values, or None.
         table: Float32 (2^bits,) value of every code, or None: codes stand for themselves.
+        bfloat16: Whether values are rounded to bfloat16 instead of the type of the scales.
     """
 
     codes: Tensor
@@ -64,6 +65,7 @@ class Operand:
     bits: int
     minima: Tensor | None = None
     table: Tensor | None = None
+    bfloat16: bool = False
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -75,7 +77,7 @@ class Operand:
     def kind(self) -> int:
         """Constant of the kernels: which of the optional parts exist."""
         flags = (ZEROS, self.zeros), (MINIMA, self.minima), (TABLE, self.table)
-        return sum(flag for flag, part in flags if part is not None)
+        return sum(flag for flag, part in flags if part is not None) + BFLOAT16 * self.bfloat16
 
 
 def segment_width(group: int, cols: int) -> int:
@@ -136,7 +138,11 @@ def _values(
                 zero = tl.full(scale.shape, 1 << (BITS - 1), tl.float32)
             # The bits of 2^23 + code: cheaper than a conversion, and exact.
             step = (code | 0x4B000000).to(tl.float32, bitcast=True) - (zero + 8388608.0)[:, :, None]
-        value = (step * scale.to(tl.float32)[:, :, None]).to(scale.dtype).to(tl.float32)
+        value = step * scale.to(tl.float32)[:, :, None]
+        if KIND & 8:
+            value = value.to(tl.bfloat16).to(tl.float32)
+        else:
+            value = value.to(scale.dtype).to(tl.float32)
         if KIND & 2:
             value -= tl.load(minima + place, mask=live, other=0.0)[:, :, None]
     return value

@@ -239,7 +239,7 @@ def pinned_together(
 
 def activation_rules(options: Sequence[Option]) -> list[ActivationRule | None]:
     """Rounding of a layer's inputs under each of its options."""
-    return [None if isinstance(option, Tensor) else option.format.activation for option in options]
+    return [None if isinstance(option, Tensor) else option.format.input_rule(option) for option in options]
 
 
 def _parts(weight: Stored) -> list[Tensor]:

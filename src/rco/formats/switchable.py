@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rco.formats.base import ActivationRule, Stored
+from rco.formats.base import Stored
 from rco.formats.coded import CodedWeight, on_triton_path
 from rco.formats.products import Option, OptionProducts, unwrapped
 from rco.formats.streaming import OptionStream, StreamedOptions, activation_rules
@@ -79,6 +79,7 @@ class LayerOptions:
 
     Attributes:
         rules: Rounding of the inputs under each option.
+        by_rule: Every distinct rounding with the indices of its options.
     """
 
     def __init__(self, options: Sequence[Option], parts: int = 1) -> None:
@@ -92,6 +93,10 @@ class LayerOptions:
         rows, columns = first.shape
         self.shape, self.device = (rows, columns), first.device
         self.rules = self.streamed.rules if self.streamed is not None else activation_rules(self.listed)
+        distinct = dict.fromkeys(self.rules)
+        self.by_rule = [
+            (rule, {index for index, other in enumerate(self.rules) if other == rule}) for rule in distinct
+        ]
         self._products: dict[tuple[bool, ...] | None, OptionProducts] = {}
         self._chosen: dict[torch.dtype, Callable[[Tensor, Tensor], None] | None] = {}
 
@@ -175,9 +180,7 @@ def switchable_linear(
 def _linear(
     x: Tensor, options: LayerOptions, selection: Selection, bias: Tensor | None, buffer: WeightBuffer
 ) -> Tensor:
-    gate, rule = selection.gate, options.rules[selection.choice]
-    if rule is not None:
-        x = _RoundedInput.apply(x, rule)  # type: ignore[no-untyped-call]
+    gate = selection.gate
     if torch.is_grad_enabled() and (
         x.requires_grad
         or (gate is not None and gate.requires_grad)
@@ -186,7 +189,15 @@ def _linear(
         y: Tensor = _SwitchableLinear.apply(x, gate, bias, options, selection, buffer)  # type: ignore[no-untyped-call]
         return y
     with torch.no_grad():
-        return F.linear(x, _dense(options, selection, x.dtype, x.device, buffer), bias)
+        return _chosen_linear(x, options, selection, bias, buffer)
+
+
+def _chosen_linear(
+    x: Tensor, options: LayerOptions, selection: Selection, bias: Tensor | None, buffer: WeightBuffer
+) -> Tensor:
+    rule = options.rules[selection.choice]
+    weight = _dense(options, selection, x.dtype, x.device, buffer)
+    return F.linear(x if rule is None else rule(x), weight, bias)
 
 
 def _weight(options: LayerOptions, selection: Selection, dtype: torch.dtype) -> Tensor:
@@ -308,18 +319,6 @@ class SwitchableLinear(nn.Module):
         )
 
 
-class _RoundedInput(torch.autograd.Function):
-    """The rounding of a layer's inputs, with the gradient passed straight through."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rule: ActivationRule) -> Tensor:
-        return rule(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
 class _SwitchableLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -334,7 +333,7 @@ class _SwitchableLinear(torch.autograd.Function):
         ctx.options, ctx.selection, ctx.buffer = options, selection, buffer
         # The input is needed for G alone.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        return F.linear(x, _dense(options, selection, x.dtype, x.device, buffer), bias)
+        return _chosen_linear(x, options, selection, bias, buffer)
 
     @staticmethod
     @once_differentiable
@@ -346,12 +345,13 @@ class _SwitchableLinear(torch.autograd.Function):
         rows = grad_y.reshape(-1, grad_y.shape[-1])
         if wants_x:
             weight = _dense(options, selection, rows.dtype, rows.device, ctx.buffer)
+            # Straight through the rounding of the inputs, where the option has one.
             grad_x = (rows @ weight).view(*grad_y.shape[:-1], options.shape[1])
         if wants_gate:
             if selection.active is not None and not any(selection.active):
                 grad_gate = torch.zeros_like(selection.gate)
             else:
-                grad_gate = _gate_gradient(_outer(rows, x.reshape(-1, x.shape[-1])), options, selection)
+                grad_gate = _by_input_rule(rows, x, options, selection)
         if wants_bias:
             grad_bias = rows.sum(0)
         return grad_x, grad_gate, grad_bias, None, None, None
@@ -370,12 +370,33 @@ class _SwitchableWeight(torch.autograd.Function):
     def backward(ctx: Any, grad_weight: Tensor) -> tuple[Tensor | None, ...]:
         if grad_weight.dtype in (torch.bfloat16, torch.float16):
             grad_weight = grad_weight.float()
-        return _gate_gradient(grad_weight, ctx.options, ctx.selection), None, None, None
+        return _gate_gradient(grad_weight, ctx.options, ctx.selection, ctx.selection.active), None, None, None
 
 
-def _gate_gradient(weight_gradient: Tensor, options: LayerOptions, selection: Selection) -> Tensor:
+def _by_input_rule(rows: Tensor, x: Tensor, options: LayerOptions, selection: Selection) -> Tensor:
+    """Gradient of the gates; each option is judged on the inputs as it rounds them."""
+    total: Tensor | None = None
+    for rule, members in options.by_rule:
+        active = selection.active
+        if len(options.by_rule) > 1:
+            active = tuple(
+                index in members and (active is None or active[index]) for index in range(len(options.rules))
+            )
+            if not any(active):
+                continue
+        inputs = x if rule is None else rule(x)
+        weight_gradient = _outer(rows, inputs.reshape(-1, x.shape[-1]))
+        found = _gate_gradient(weight_gradient, options, selection, active)
+        total = found if total is None else total + found
+    assert total is not None
+    return total
+
+
+def _gate_gradient(
+    weight_gradient: Tensor, options: LayerOptions, selection: Selection, active: tuple[bool, ...] | None
+) -> Tensor:
     assert selection.gate is not None
-    products = options.products(selection.active)(weight_gradient)
+    products = options.products(active)(weight_gradient)
     return products.to(device=selection.gate.device, dtype=selection.gate.dtype)
 
 

@@ -551,8 +551,8 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
     )
     sweep: bool = setting(
         False,
-        help="Also draw a front: rco at `sweep_budgets` budgets from the lowest to the highest of `bits`, each "
-        "search started from the one before, with a quarter of the allowance.",
+        help="Also draw a front: rco at `sweep_budgets` budgets from the lowest to the highest of `bits` or "
+        "`size`, each search started from the one before, with a quarter of the allowance.",
         panel="Comparison",
     )
     sweep_budgets: int = setting(9, help="Budgets of `sweep`.", panel="Comparison", least=2)
@@ -585,21 +585,32 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
         return [part.strip() for part in (self._budget()[1] or "").split(",") if part.strip()]
 
     def front(self) -> list[str]:
-        """Equally spaced budgets of a sweep, as exact decimals, from the lowest to the highest."""
-        if self.bits is None:
+        """Equally spaced budgets of a sweep, as exact decimals or bytes, from the lowest to the highest."""
+        kind, text = self._budget()
+        if kind not in ("bits", "size"):
             raise ValueError(
-                "`sweep` needs `bits` with the lowest and the highest budget, such as `bits='2.25,4.0'`."
+                "`sweep` needs `bits` or `size` with the lowest and the highest budget, such as `bits='2.25,4.0'`."
             )
-        ends = [Fraction(part) for part in self.budget_list()]
+        numbers = [part for part in self.budget_list() if not part.startswith(("llama-", "pure-"))]
+        ends = [self._exact(kind, part) for part in numbers]
+        if len(set(ends)) < 2:
+            raise ValueError(f"`sweep` needs two different budgets in `{kind}`, got {text}.")
         low, high = min(ends), max(ends)
-        if low == high:
-            raise ValueError(f"`sweep` needs two different budgets in `bits`, got {self.bits}.")
         steps = [low + (high - low) * k / (self.sweep_budgets - 1) for k in range(self.sweep_budgets)]
         # A budget that is also listed keeps its spelling, so that both have one heading.
-        listed = dict(zip(ends, self.budget_list(), strict=True))
+        listed = dict(zip(ends, numbers, strict=True))
+        digits = 4 if kind == "bits" else 0
         return [
-            listed.get(step) or f"{Decimal(round(step * 10**4)).scaleb(-4).normalize():f}" for step in steps
+            listed.get(step) or f"{Decimal(round(step * 10**digits)).scaleb(-digits).normalize():f}"
+            for step in steps
         ]
+
+    def _exact(self, kind: str, text: str) -> Fraction:
+        if kind == "bits":
+            return Fraction(text)
+        from rco.compression.file_size import parse_size
+
+        return Fraction(parse_size(text))
 
     def _budget(self) -> tuple[str, str | None]:
         named = [(kind, text) for kind, text in self.budgets().items() if text is not None]

@@ -1,0 +1,182 @@
+"""Floating-point formats: bytes, elements and roundings of inputs are compressed-tensors' own, bit for bit."""
+
+import pytest
+import torch
+
+from rco import formats
+from rco.formats.base import EncodeSettings
+from rco.formats.floating import FloatingPoint
+from rco.testing import check_format
+
+compressors = pytest.importorskip("compressed_tensors.compressors")
+forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+schemes = pytest.importorskip("compressed_tensors.quantization.quant_scheme")
+helpers = pytest.importorskip("compressed_tensors.quantization.utils")
+
+# Name -> compressor and preset scheme of compressed-tensors.
+THEIRS = {
+    "fp8": ("naive-quantized", "FP8_DYNAMIC"),
+    "fp8-dynamic": ("float-quantized", "FP8_DYNAMIC"),
+    "fp8-block": ("naive-quantized", "FP8_BLOCK"),
+    "fp8-block-dynamic": ("float-quantized", "FP8_BLOCK"),
+    "int8-dynamic": ("int-quantized", "INT8"),
+    "nvfp4": ("nvfp4-pack-quantized", "NVFP4A16"),
+    "nvfp4-a4": ("nvfp4-pack-quantized", "NVFP4"),
+    "mxfp4": ("mxfp4-pack-quantized", "MXFP4A16"),
+    "mxfp4-a4": ("mxfp4-pack-quantized", "MXFP4"),
+    "mxfp8": ("mxfp8-quantized", "MXFP8A16"),
+    "mxfp8-a8": ("mxfp8-quantized", "MXFP8"),
+}
+ROUNDED = [name for name in THEIRS if FloatingPoint(name).kind.inputs]
+ELEMENTS = {
+    "e2m1": torch.tensor([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6]),
+    "e4m3": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
+    "int8": torch.arange(-127, 128).float(),
+}
+ELEMENTS["e4m3"] = ELEMENTS["e4m3"][ELEMENTS["e4m3"].isfinite()]
+
+
+def theirs(name):
+    compressor, preset = THEIRS[name]
+    scheme = schemes.QuantizationScheme(targets=["Linear"], **schemes.PRESET_SCHEMES[preset])
+    found = compressors.BaseCompressor.get_value_from_registry(compressor)
+    return lambda tensors, shape: found.decompress(dict(tensors), scheme)["weight"]
+
+
+def representable(name):
+    """Weights of exact elements with power-of-two scales, the largest element in every group."""
+    format = FloatingPoint(name)
+    element, scaling = format.kind.element, format.kind.scaling
+
+    def make(shape):
+        generator = torch.Generator().manual_seed(3)
+        rows, columns = shape
+        size = format.group_size(columns)
+        elements = ELEMENTS[element]
+        weight = elements[torch.randint(0, len(elements), shape, generator=generator)]
+        weight[:, ::size] = elements.max()
+        exponents = torch.randint(-4, 4, (rows, -(-columns // size)), generator=generator)
+        if scaling == "block":
+            exponents = exponents[:1].expand(rows, -1)
+        if scaling == "group16":
+            exponents[0, 0] = (
+                8  # the scale of the whole tensor is then 7/4, whose products with powers of two fit
+            )
+        return weight * torch.exp2(exponents.float()).repeat_interleave(size, dim=1)[:, :columns]
+
+    return make
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_the_contract(name):
+    check_format(
+        formats.parse(name), shapes=[(5, 96)], engine=theirs(name), representable=representable(name)
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in THEIRS if FloatingPoint(name).kind.scaling == "block"])
+def test_blocks_that_end_within_a_matrix(name):
+    shape = (150, 200)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    stored = FloatingPoint(name).encode(weight, settings=EncodeSettings(storage_dtype=torch.bfloat16))
+    files = FloatingPoint(name).file_tensors(stored)
+    assert files["weight_scale"].shape == (2, 2)
+    assert torch.equal(stored.dequantize(), theirs(name)(files, shape))
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_many_matrices_are_decoded_as_compressed_tensors_decodes_them(name):
+    """Random matrices with zeros, subnormal numbers and outliers of 1e4."""
+    generator, format, decode = torch.Generator().manual_seed(7), FloatingPoint(name), theirs(name)
+    for case in range(200):
+        rows = int(torch.randint(1, 9, (), generator=generator))
+        columns = 32 * int(torch.randint(1, 5, (), generator=generator))
+        weight = torch.randn(rows, columns, generator=generator) * 10.0 ** (case % 7 - 4)
+        weight[torch.rand(weight.shape, generator=generator) < 0.2] = 0
+        weight[torch.rand(weight.shape, generator=generator) < 0.05] *= 1e-38
+        weight[torch.rand(weight.shape, generator=generator) < 0.02] = 1e4
+        if case % 10 == 0:
+            weight.zero_()
+        settings = EncodeSettings(
+            storage_dtype=(torch.bfloat16, torch.float32)[case % 2], clip=("minmax", "search")[case % 3 == 0]
+        )
+        stored = format.encode(weight, settings=settings)
+        found = stored.dequantize()
+        assert torch.isfinite(found).all()
+        assert torch.equal(found, decode(format.file_tensors(stored), weight.shape).to(found.dtype)), case
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_numbers_that_are_not_finite_are_refused(name, bad):
+    weight = torch.ones(4, 32)
+    weight[1, 2] = bad
+    with pytest.raises(ValueError, match=r"NaN|infinite|finite"):
+        FloatingPoint(name).encode(weight)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
+def test_rows_that_do_not_divide_into_groups_are_refused(name):
+    format = FloatingPoint(name)
+    assert not format.fits(40)
+    assert format.fits(64)
+    with pytest.raises(ValueError, match="rows of 40 do not divide"):
+        format.encode(torch.ones(4, 40))
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_are_rounded_as_compressed_tensors_rounds_them(name, dtype):
+    format = FloatingPoint(name)
+    arguments = schemes.PRESET_SCHEMES[THEIRS[name][1]]["input_activations"]
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        x = (
+            torch.randn(2, 5, 256, generator=generator)
+            * torch.randn(2, 5, 1, generator=generator).mul(3).exp()
+        )
+        x[0, 0], x[1, 1, :40], x[0, 1, 3] = 0, 0, 1e4
+        x = x.to(dtype)
+        # Also with a peak that is too low, so that the largest inputs are clipped.
+        settings = EncodeSettings(storage_dtype=dtype, input_peak=float(x.abs().max()) / (1 + seed % 3))
+        stored = format.encode(torch.randn(4, 256, generator=generator), settings=settings)
+        fixed = format.file_tensors(stored).get("input_global_scale")
+        scale, zero = helpers.compute_dynamic_scales_and_zp(x, arguments, None, global_scale=fixed)
+        wanted = forward.fake_quantize(x, scale, zero, arguments, global_scale=fixed)
+        found = format.input_rule(stored)(x)
+        assert found.dtype == dtype
+        assert torch.equal(found, wanted.to(dtype))
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4", "mxfp4"])
+def test_compensation_lowers_the_error_of_the_outputs(name):
+    """With correlated inputs, against the nearest elements and against fitted ranges alone."""
+    generator = torch.Generator().manual_seed(1)
+    mixing = torch.randn(64, 64, generator=generator)
+    inputs = torch.randn(512, 64, generator=generator) @ mixing
+    moments = inputs.T @ inputs / len(inputs)
+    weight = torch.randn(16, 64, generator=generator)
+    format = FloatingPoint(name)
+
+    def error(stored):
+        difference = stored.dequantize(torch.float64) - weight.double()
+        return float(((difference @ moments.double()) * difference).sum())
+
+    nearest, fitted, compensated, swept = (
+        error(format.encode(weight, statistics, settings=EncodeSettings(clip=clip, sweeps=sweeps)))
+        for statistics, clip, sweeps in (
+            (None, "minmax", 0), (None, "search", 0), (moments, "search", 0), (moments, "search", 3),
+        )
+    )  # fmt: skip
+    assert compensated < 0.8 * min(nearest, fitted)
+    assert swept <= compensated
+
+
+def test_a_shared_peak_gives_the_shards_of_a_fused_matrix_one_scale():
+    format = FloatingPoint("nvfp4")
+    small, large = torch.full((4, 32), 0.5), torch.full((4, 32), 3.0)
+    files = [
+        format.file_tensors(format.encode(weight, settings=EncodeSettings(weight_peak=3.0)))
+        for weight in (small, large)
+    ]
+    assert torch.equal(files[0]["weight_global_scale"], files[1]["weight_global_scale"])
