@@ -185,6 +185,11 @@ def test_active_bits_weigh_groups_by_their_visits(tmp_path):
     assert unvisited.of(backend.plan.experts[0]) == 1
 
 
+def routed(layer, hidden):
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    return flat, route(layer.rule, layer.logits(flat), layer.correction)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_hessians_are_those_of_the_routed_tokens(name):
     """Against a loop over experts; without topping up, then with it."""
@@ -195,8 +200,8 @@ def test_hessians_are_those_of_the_routed_tokens(name):
     enough = int(routing.indices.flatten().bincount(minlength=layer.num_experts).min()) + 1
     plain, topped = ExpertHessians(layer, 40, 0), ExpertHessians(layer, 40, enough)
     for part in hidden.split(20):
-        plain.add(part)
-        topped.add(part)
+        plain.add(*routed(layer, part))
+        topped.add(*routed(layer, part))
     experts = {(info.expert, info.projection): info.weight for info in expert_linears(layer)}
     bias = getattr(layer.experts, "gate_up_proj_bias", None)
     for expert in range(layer.num_experts):
@@ -224,7 +229,7 @@ def test_hessians_are_those_of_the_routed_tokens(name):
     wanted = routing.mass[:20, short].masked_fill(there, -1.0).topk(missing).indices
     rows = torch.cat([hidden[:20][there], hidden[wanted]])
     fresh = ExpertHessians(layer, 20, int(there.sum()) + missing)
-    fresh.add(hidden[:20])
+    fresh.add(*routed(layer, hidden[:20]))
     assert int(fresh.added[short]) == missing
     torch.testing.assert_close(
         fresh.matrices(False)[short], 2 * rows.T @ rows / len(rows), rtol=1e-4, atol=1e-4
@@ -238,7 +243,9 @@ def test_candidates_are_gptq_of_each_expert(tmp_path):
     info = next(i for i in backend.plan.experts if i.projection == "up" and i.expert == 3)
     # What its layer sees, from hooks on the full model.
     hessians = ExpertHessians(info.layer, data.tokens.numel(), 8)
-    hook = info.layer.block.register_forward_pre_hook(lambda _, args: hessians.add(args[0]))
+    hook = info.layer.block.register_forward_pre_hook(
+        lambda _, args: hessians.add(*routed(info.layer, args[0]))
+    )
     for start in (0, 2):
         backend.loaded.model(data.tokens[start : start + 2])
     hook.remove()

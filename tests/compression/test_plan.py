@@ -7,10 +7,14 @@ from rco.models.layout import layout_for
 from rco.testing.tiny_models import tiny_model
 
 
+def laid_out(model):
+    layout = layout_for(model)
+    return layout, layout.linears(model, include_head=True)
+
+
 @pytest.fixture(scope="module")
 def llama():
-    model = tiny_model("llama")
-    return layout_for(model), layout_for(model).linears(model, include_head=True)
+    return laid_out(tiny_model("llama"))
 
 
 def test_every_linear_is_a_group_and_the_head_stays_out(llama):
@@ -82,3 +86,29 @@ def test_what_cannot_work_is_refused(llama, arguments, message):
     layout, linears = llama
     with pytest.raises(ValueError, match=message):
         make_plan(layout, linears, group_size=None, **arguments)
+
+
+def test_an_untied_output_layer_is_a_group_if_asked():
+    layout, linears = laid_out(tiny_model("llama", tie_word_embeddings=False))
+    plan = make_plan(layout, linears, widths=(2, 4), embeddings=True)
+    assert plan.groups[-1].members[0].role == "head"
+    assert plan.groups[-1].widths == (2, 4)
+    assert not plan.skipped
+    assert make_plan(layout, linears, widths=(2, 4)).skipped == ("lm_head",)
+    layout, linears = laid_out(tiny_model("llama", tie_word_embeddings=True))
+    assert make_plan(layout, linears, widths=(2, 4), embeddings=True).skipped == ("lm_head",)
+
+
+def test_a_preset_that_needs_fused_linears_names_what_it_lacks():
+    layout, linears = laid_out(tiny_model("glm"))
+    with pytest.raises(ValueError, match=r"merges some linears.*not known for glm.*rco.models.layout.FUSED"):
+        make_plan(layout, linears, serve="vllm")
+    assert len(make_plan(layout, linears, serve="transformers").groups) == len(linears) - 1
+
+
+def test_linears_that_cannot_be_packed_are_locked():
+    model = tiny_model("mamba")
+    layout, linears = laid_out(model)
+    plan = make_plan(layout, linears, widths=(2, 4), unpackable=layout.unpackable(model))
+    widths = {group.name.rpartition(".")[2]: group.widths for group in plan.groups}
+    assert widths == {"in_proj": (2, 4), "x_proj": (2, 4), "dt_proj": (16,), "out_proj": (16,)}

@@ -13,7 +13,7 @@ from rco.export.llama_cpp import LlamaCppExporter, parse_tensor_types, types_wri
 from rco.formats.integer import IntegerGrid, PackedWeight
 from rco.formats.original import ORIGINAL
 from rco.models.gguf_names import gguf_names
-from rco.models.layout import ARCHITECTURES
+from rco.models.layout import FUSED, layout_for
 from rco.models.loading import wrap_model
 from rco.models.moe.linears import model_linears
 from rco.models.zoo import ModelError
@@ -128,10 +128,10 @@ def test_fallbacks_of_llama_cpp(asked, columns, written):
 # --------------------------------------------------------------------------------- the names
 
 
-@pytest.mark.parametrize("model_type", list(ARCHITECTURES))
+@pytest.mark.parametrize("model_type", list(FUSED))
 def test_every_linear_of_every_architecture_has_a_name_and_no_two_share_one(model_type):
     model = tiny_model(model_type)
-    layout = ARCHITECTURES[model_type]
+    layout = layout_for(model)
     names = [name for info in layout.linears(model) for name in gguf_names(layout, info.name)]
     assert len(names) == len(set(names))
     file = GGUFFile.of(layout, model)
@@ -159,8 +159,8 @@ GGUF_ARCHITECTURES = {
 def test_names_are_those_of_the_gguf_package(model_type):
     gguf = pytest.importorskip("gguf")
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[GGUF_ARCHITECTURES[model_type]], 8)
-    layout = ARCHITECTURES[model_type]
-    prefix = f"{layout.backbone}.{layout.block_list}.1."
+    layout = layout_for(tiny_model(model_type))
+    prefix = f"{layout.prefix}.1."
     checked = 0
     for path in layout.linear_paths:
         known = table.get_name(f"{prefix}{path}.weight", try_suffixes=(".weight",))
@@ -171,19 +171,20 @@ def test_names_are_those_of_the_gguf_package(model_type):
 
 
 def test_experts_share_one_tensor_for_each_projection():
-    layout = ARCHITECTURES["olmoe"]
+    layout = layout_for(tiny_model("olmoe"))
     for projection in ("gate", "up", "down"):
         for expert in (0, 17):
             name = f"model.layers.3.mlp.experts.{expert}.{projection}_proj"
             assert gguf_names(layout, name) == (f"blk.3.ffn_{projection}_exps.weight",)
     mixtral = [f"model.layers.0.mlp.experts.1.w{i}" for i in (1, 2, 3)]
-    stored = [gguf_names(ARCHITECTURES["mixtral"], name)[0] for name in mixtral]
+    layout = layout_for(tiny_model("mixtral"))
+    stored = [gguf_names(layout, name)[0] for name in mixtral]
     assert stored == [f"blk.0.ffn_{part}_exps.weight" for part in ("gate", "down", "up")]
 
 
 def test_a_linear_without_a_name_is_refused():
     with pytest.raises(ModelError, match="no known name"):
-        gguf_names(ARCHITECTURES["llama"], "model.layers.0.self_attn.strange_proj")
+        gguf_names(layout_for(tiny_model("llama")), "model.layers.0.self_attn.strange_proj")
 
 
 # ---------------------------------------------------------------------------------- the file

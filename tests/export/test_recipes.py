@@ -13,7 +13,7 @@ from rco.export import ExportError
 from rco.export.mlx import mlx_paths
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
-from rco.models.layout import ARCHITECTURES
+from rco.models.layout import FUSED, layout_for
 from rco.models.loading import wrap_model
 from rco.models.moe.linears import model_linears
 from rco.testing.tiny_models import tiny_model
@@ -285,7 +285,8 @@ def test_mlx_recipe_refuses_grids_that_mlx_lacks(scheme, message, llama, rtn, tm
     ],
 )
 def test_mlx_paths_where_mlx_differs(model_type, name, paths):
-    assert mlx_paths(ARCHITECTURES[model_type], name) == tuple(f"model.layers.1.{path}" for path in paths)
+    layout = layout_for(tiny_model(model_type))
+    assert mlx_paths(layout, name) == tuple(f"model.layers.1.{path}" for path in paths)
 
 
 # Fields that mlx-lm reads where transformers now has others; deepseek_v2 has none without scaled positions.
@@ -301,7 +302,7 @@ _MLX_FIELDS = {
     "num_experts": 4,
 }  # fmt: skip
 # mlx-lm's "olmo" is not the architecture that transformers calls so.
-_MLX_ARCHITECTURES = sorted(ARCHITECTURES.keys() - {"olmo"})
+_MLX_ARCHITECTURES = sorted(FUSED.keys() - {"olmo"})
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -316,7 +317,7 @@ def test_mlx_has_a_module_for_every_linear(model_type):
     cls, arguments = utils._get_classes(described)
     modules = cls(arguments.from_dict(described)).named_modules()
     quantizable = {path for path, module in modules if hasattr(module, "to_quantized")}
-    layout = ARCHITECTURES[model_type]
+    layout = layout_for(model)
     asked = {path for info in model_linears(layout, model) for path in mlx_paths(layout, info.name)}
     assert asked <= quantizable
 

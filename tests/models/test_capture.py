@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from rco.models.capture import BlockInputs, linear_inputs
-from rco.models.layout import ARCHITECTURES
+from rco.models.layout import FUSED, layout_for
 from rco.testing.tiny_models import tiny_model
+
+
+def laid_out(model_type, **changes):
+    model = tiny_model(model_type, **changes)
+    return layout_for(model), model
 
 
 def tokens_for(sequences=5, length=20):
@@ -21,9 +26,9 @@ def hook_count(model):
     )
 
 
-@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("model_type", sorted(FUSED))
 def test_blocks_in_turn_reproduce_the_final_hidden_states(model_type):
-    layout, model = ARCHITECTURES[model_type], tiny_model(model_type)
+    layout, model = laid_out(model_type)
     tokens = tokens_for()
     before = hook_count(model)
     inputs = BlockInputs.capture(model, layout, tokens, batch_size=2)
@@ -36,7 +41,7 @@ def test_blocks_in_turn_reproduce_the_final_hidden_states(model_type):
 
 
 def test_observing_changes_nothing_and_streams_what_linears_read():
-    layout, model = ARCHITECTURES["llama"], tiny_model("llama")
+    layout, model = laid_out("llama")
     tokens = tokens_for()
     inputs = BlockInputs.capture(model, layout, tokens, batch_size=2)
     inputs.advance()
@@ -68,7 +73,7 @@ def test_observing_changes_nothing_and_streams_what_linears_read():
 
 
 def test_advancing_uses_the_block_as_it_is_now():
-    layout, model = ARCHITECTURES["llama"], tiny_model("llama")
+    layout, model = laid_out("llama")
     tokens = tokens_for(2)
     inputs = BlockInputs.capture(model, layout, tokens, batch_size=2)
     layout.linears(model)[3].module.weight.data.mul_(0.5)
@@ -79,7 +84,7 @@ def test_advancing_uses_the_block_as_it_is_now():
 
 
 def test_a_stand_in_block_is_run_instead():
-    layout, model = ARCHITECTURES["llama"], tiny_model("llama")
+    layout, model = laid_out("llama")
     other = tiny_model("llama", seed=1)
     inputs = BlockInputs.capture(model, layout, tokens_for(2), batch_size=2)
     own = [output for _, output in inputs.outputs()]
@@ -90,7 +95,7 @@ def test_a_stand_in_block_is_run_instead():
 
 
 def test_resuming_from_saved_hidden_states():
-    layout, model = ARCHITECTURES["gemma2"], tiny_model("gemma2")
+    layout, model = laid_out("gemma2")
     first = BlockInputs.capture(model, layout, tokens_for(), batch_size=2)
     first.advance()
     second = BlockInputs.capture(model, layout, tokens_for(), batch_size=2)
@@ -110,14 +115,14 @@ def test_hooks_go_when_the_body_fails():
 
 
 def test_a_failing_model_is_left_as_it_was():
-    layout, model = ARCHITECTURES["llama"], tiny_model("llama")
+    layout, model = laid_out("llama")
     with pytest.raises(IndexError):
         BlockInputs.capture(model, layout, torch.full((1, 4), 10**6))
     assert hook_count(model) == 0
 
 
 def test_an_instance_forward_is_put_back():
-    layout, model = ARCHITECTURES["llama"], tiny_model("llama")
+    layout, model = laid_out("llama")
     block = model.model.layers[0]
     own = block.forward
     block.forward = own
@@ -126,7 +131,7 @@ def test_an_instance_forward_is_put_back():
 
 
 def test_misuse_is_explained():
-    layout, model = ARCHITECTURES["llama"], tiny_model("llama")
+    layout, model = laid_out("llama")
     with pytest.raises(ValueError, match=r"\(sequences, length\)"):
         BlockInputs.capture(model, layout, torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="batch_size"):

@@ -1,4 +1,4 @@
-"""Every row of the architecture table against a random model of that architecture."""
+"""Layouts read off the module tree, against random models of the architectures with known fused linears."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from rco.models.layout import ARCHITECTURES, layout_for
+from rco.models.layout import FUSED, layout_for
 from rco.models.zoo import ModelError
 from rco.testing.tiny_models import tiny_model
 
-ALL = sorted(ARCHITECTURES)
+ALL = sorted(FUSED)
 UNTIED = [name for name in ALL if name != "gemma3"]
+
+
+def laid_out(model_type, **changes):
+    model = tiny_model(model_type, **changes)
+    return layout_for(model), model
 
 
 @pytest.fixture(scope="module", params=ALL)
 def pair(request):
-    return ARCHITECTURES[request.param], tiny_model(request.param)
+    return laid_out(request.param)
 
 
 def ids_for(model, batch=2, length=12):
@@ -48,7 +53,7 @@ def test_final_hidden_honours_the_attention_mask(pair):
     assert not torch.equal(logits[0, 5:], free[0, 5:])
 
 
-def test_every_projection_of_every_block_is_found_once(pair, caplog):
+def test_every_projection_of_every_block_is_found_once(pair):
     layout, model = pair
     found = layout.linears(model)
     names = [info.name for info in found]
@@ -60,7 +65,6 @@ def test_every_projection_of_every_block_is_found_once(pair, caplog):
     }
     assert len(names) == len(set(names))
     assert set(names) == expected
-    assert caplog.text == ""
     modules = dict(model.named_modules())
     for info in found:
         assert modules[info.name] is info.module
@@ -105,7 +109,7 @@ def test_fused_linears_read_the_same_input(pair):
 @pytest.mark.parametrize("model_type", UNTIED)
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_heads_are_flagged(model_type, tied):
-    layout, model = ARCHITECTURES[model_type], tiny_model(model_type, tie_word_embeddings=tied)
+    layout, model = laid_out(model_type, tie_word_embeddings=tied)
     head = layout.linears(model, include_head=True)[-1]
     assert layout.head(model).tied is tied
     assert head.tied is tied
@@ -118,7 +122,7 @@ def test_tied_heads_are_flagged(model_type, tied):
 
 
 def test_llama_row_in_full():
-    layout, model = ARCHITECTURES["llama"], tiny_model("llama")
+    layout, model = laid_out("llama")
     first = layout.linears(model)[:7]
     assert [info.kind for info in first] == [
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
@@ -131,39 +135,65 @@ def test_llama_row_in_full():
 
 
 def test_gpt2_weights_are_stored_transposed_and_its_kinds_are_unambiguous():
-    layout, model = ARCHITECTURES["gpt2"], tiny_model("gpt2")
+    layout, model = laid_out("gpt2")
     infos = layout.linears(model)
     assert all(info.transposed for info in infos)
     assert [info.kind for info in infos[:4]] == ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"]
 
 
 def test_gradients_flow_through_final_hidden():
-    layout, model = ARCHITECTURES["llama"], tiny_model("llama")
+    layout, model = laid_out("llama")
     weight = layout.linears(model)[0].module.weight.requires_grad_(True)
     layout.final_hidden(model, ids_for(model)).square().sum().backward()
     assert weight.grad is not None
     assert weight.grad.abs().sum() > 0
 
 
-def test_a_replaced_linear_is_an_error():
+def test_a_packed_linear_is_an_error():
     model = tiny_model("llama")
+    packed = nn.Module()
+    packed.weight_packed = nn.Parameter(torch.zeros(4, 4, dtype=torch.int32), requires_grad=False)
+    model.model.layers[1].mlp.up_proj = packed
+    with pytest.raises(ModelError, match=r"mlp.up_proj is a Module.*already quantized"):
+        layout_for(model)
+    layout, model = laid_out("llama")
     model.model.layers[1].mlp.up_proj = nn.Identity()
     with pytest.raises(ModelError, match=r"layers.1.mlp.up_proj is a Identity.*already quantized"):
-        ARCHITECTURES["llama"].linears(model)
+        layout.linears(model)
 
 
-def test_a_linear_that_the_row_does_not_name_is_reported(caplog):
+def test_any_linear_of_a_block_is_found():
     model = tiny_model("llama")
     model.model.layers[2].adapter = nn.Linear(4, 4)
-    found = ARCHITECTURES["llama"].linears(model)
-    assert "model.layers.2.adapter" in caplog.text
-    assert len(found) == 21
+    names = [info.name for info in layout_for(model).linears(model)]
+    assert names[-1] == "model.layers.2.adapter"
+    assert len(names) == 22
 
 
-def test_unknown_architectures_list_the_known_ones():
-    with pytest.raises(ModelError, match=r"'mamba' is not supported yet.*gpt_neox.*llama"):
-        layout_for("mamba")
-    with pytest.raises(ModelError, match="Linear"):
+class Grouped(nn.Linear):
+    """Multiplies parts of its input with parts of its weight, as some architectures do."""
+
+    def forward(self, x):
+        return nn.functional.linear(x[..., :2], self.weight[:, :2])
+
+
+class Spelled(nn.Linear):
+    """The same product as a linear, written differently."""
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+def test_a_subclass_of_linear_is_taken_only_if_it_computes_the_product():
+    model = tiny_model("llama")
+    model.model.layers[2].grouped, model.model.layers[2].spelled = Grouped(4, 4), Spelled(4, 4)
+    names = [info.name for info in layout_for(model).linears(model)]
+    assert "model.layers.2.spelled" in names
+    assert "model.layers.2.grouped" not in names
+
+
+def test_what_is_no_language_model_is_refused():
+    with pytest.raises(ModelError, match="Linear is not a causal language model of transformers"):
         layout_for(nn.Linear(2, 2))
 
 

@@ -17,7 +17,14 @@ from safetensors.torch import load_file, save_file
 from rco.models import loading
 from rco.models.capture import BlockInputs
 from rco.models.checkpoint_files import check_safetensors, file_sha256, folder_fingerprint, weight_files
-from rco.models.loading import check_packing, load_model, pick_device, wrap_model
+from rco.models.loading import (
+    check_packing,
+    load_model,
+    locate_model,
+    outline_model,
+    pick_device,
+    wrap_model,
+)
 from rco.models.zoo import ModelError, find_builtin
 from rco.testing.tiny_models import tiny_model
 
@@ -122,14 +129,14 @@ def test_a_wrapped_model():
 def test_names_that_are_nothing(tmp_path):
     with pytest.raises(ModelError, match=r"Did you mean tiny-llama"):
         load_model("tiny-lama")
-    with pytest.raises(ModelError, match=r"There is no folder .*missing"):
+    with pytest.raises(ModelError, match=r"There is no folder or file .*missing"):
         load_model(tmp_path / "missing")
-    with pytest.raises(ModelError, match="There is no folder a b c"):
+    with pytest.raises(ModelError, match="There is no folder or file a b c"):
         load_model("a b c")
     with pytest.raises(ModelError, match=r"holds no config\.json"):
         load_model(tmp_path)
     (tmp_path / "weights.bin").touch()
-    with pytest.raises(ModelError, match="is a file; pass the folder"):
+    with pytest.raises(ModelError, match=r"is a file; pass a \.gguf file, or the folder"):
         load_model(tmp_path / "weights.bin")
 
 
@@ -153,16 +160,49 @@ def test_the_hub_out_of_reach(monkeypatch, tmp_path):
         load_model("someone/model")
 
 
-def test_a_hub_model_is_loaded_from_its_snapshot(monkeypatch, folder):
+def test_a_revision_of_a_hub_model_is_loaded_from_its_snapshot(monkeypatch, folder):
     asked = []
 
-    def snapshot(hub_id, allow_patterns, ignore_patterns=None):
-        asked.append(allow_patterns)
+    def snapshot(hub_id, *, revision=None, allow_patterns, ignore_patterns=None):
+        asked.append((hub_id, revision, allow_patterns))
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    assert load_model("someone/model").name == "someone/model"
-    assert asked[0] == ["config.json"]
+    assert load_model("someone/model", revision="v2").name == "someone/model"
+    assert asked[0] == ("someone/model", "v2", ["config.json"])
+    assert {each[:2] for each in asked} == {("someone/model", "v2")}
+    assert len(asked) > 1
+    # The plan of a dry run needs no weights.
+    asked.clear()
+    outline_model("someone/model")
+    assert asked == [("someone/model", None, ["config.json"])]
+
+
+def test_a_gguf_file_is_a_model(monkeypatch, tmp_path):
+    needed = []
+    monkeypatch.setattr("rco.models.loading.require", lambda package, purpose: needed.append(package))
+    monkeypatch.setattr("rco.models.loading.GGUFReader", lambda path: None)
+    (tmp_path / "a.gguf").touch()
+    assert locate_model(tmp_path / "a.gguf") == (tmp_path, "a.gguf")
+    assert locate_model(tmp_path) == (tmp_path, "a.gguf")
+    assert needed == ["gguf", "gguf"]
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(ModelError, match=r"holds 2 GGUF files.*pass one of them"):
+        locate_model(tmp_path)
+
+
+def test_an_outline_has_the_layout_of_the_model_and_no_weights(folder):
+    outline, loaded = outline_model(folder), load_model(folder)
+    assert all(parameter.is_meta for parameter in outline.model.parameters())
+    assert outline.layout == loaded.layout
+    assert (outline.device, outline.dtype) == (loaded.device, loaded.dtype)
+    described = [
+        [(i.name, i.in_features, i.out_features) for i in each.layout.linears(each.model, include_head=True)]
+        for each in (outline, loaded)
+    ]
+    assert described[0] == described[1]
+    with pytest.raises(ModelError, match="without weights"):
+        _ = outline.fingerprint
 
 
 def test_a_missing_shard_is_named(folder):
@@ -216,8 +256,8 @@ def test_tensors_that_are_not_in_the_checkpoint(folder):
         ({"is_encoder_decoder": True}, "not a decoder-only language model"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "not a decoder-only language model"),
         (
-            {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
-            "'mamba' is not supported yet; supported",
+            {"model_type": "mamba9", "architectures": ["Mamba9ForCausalLM"]},
+            "does not know the architecture 'mamba9'",
         ),
         ({"model_type": "own", "auto_map": {}, "architectures": None}, "needs the Python code it ships"),
         ({"model_type": None}, "names no model_type"),

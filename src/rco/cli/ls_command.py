@@ -22,10 +22,12 @@ def _first_line(target: str) -> str:
 
 
 def ls(
-    kind: Annotated[str, typer.Argument(help="Kind of names: methods, formats, models or data.")] = "methods",
+    kind: Annotated[
+        str, typer.Argument(help="Kind of names: methods, formats, models, architectures or data.")
+    ] = "methods",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List names for other commands: methods, formats, models, data.
+    """List names for other commands: methods, formats, models, architectures, data.
 
     rco ls methods
 
@@ -35,6 +37,7 @@ def ls(
         "methods": lambda: {name: _first_line(target) for name, target in registry.METHODS.items()},
         "formats": lambda: {name: _first_line(target) for name, target in registry.EXPORTERS.items()},
         "models": _models,
+        "architectures": _architectures,
         "data": _data,
     }
     if kind not in listings:
@@ -52,6 +55,12 @@ def _models() -> dict[str, str]:
     from rco.models.zoo import describe_models
 
     return describe_models()
+
+
+def _architectures() -> dict[str, str]:
+    from rco.models.architectures import describe_architectures
+
+    return describe_architectures()
 
 
 def _data() -> dict[str, str]:

@@ -12,6 +12,7 @@ from rco.pipeline.configs import QuantizeConfig
 
 if TYPE_CHECKING:
     from rco.compressed import CompressedModel
+    from rco.compression.plan import CompressionPlan
     from rco.pipeline.planning import Planned
 
 __all__ = ["quantize"]
@@ -45,6 +46,7 @@ def _describe(planned: Planned) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         "groups": problem.num_groups,
         "linears": len(plan.linears),
         "left_alone": list(plan.skipped),
+        "unverified": {each.name: each.reason for each in plan.unread},
         "widths": list(plan.widths),
         "grid": grid,
         "group_size": None if types else plan.group_size,
@@ -60,11 +62,20 @@ def _describe(planned: Planned) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     lines = [
         ("groups", f"{problem.num_groups} of {len(plan.linears)} linears"),
         *([("left alone", ", ".join(plan.skipped))] if plan.skipped else []),
+        *([("unverified", _unverified(plan))] if plan.unread else []),
         ("widths", f"{widths} bits, {stored}"),
         ("range", f"{budget.kind} from {low} to {high}"),
         ("budget", f"{budget}: {problem.unit_budgets[0]:,} {searched}"),
     ]
     return data, lines
+
+
+def _unverified(plan: CompressionPlan) -> str:
+    reasons = dict.fromkeys(each.reason for each in plan.unread)
+    return (
+        f"{len(plan.unread)} stacks of experts, such as {plan.unread[0].name}, stay at their original width and "
+        f"count in the budget: {'; '.join(reasons)}"
+    )
 
 
 def _show(result: CompressedModel) -> None:

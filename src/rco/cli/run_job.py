@@ -48,7 +48,7 @@ def run_job(
     if switches.dry_run:
         if not is_first_rank():
             return
-        planned = plan_compression(config)
+        planned = plan_compression(config, outline=True)
         data, lines = describe(planned)
         print_plan(planned, data, lines, as_json=switches.as_json)
         return

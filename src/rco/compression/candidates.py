@@ -26,12 +26,13 @@ from rco.formats.base import EncodeSettings, Format, Stored
 from rco.formats.hessian import HessianAccumulator, InputSquares
 from rco.formats.removed import REMOVED
 from rco.formats.stacks import stack_rows
-from rco.models.capture import BlockInputs, linear_inputs
+from rco.models.capture import BlockInputs, WholePasses, block_inputs, linear_inputs
 from rco.models.checkpoint_files import file_sha256
 from rco.models.embeddings import EMBEDDING_ROLE
 from rco.models.imatrix_file import ImportanceMatrix
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
+from rco.models.moe.decisions import watch_decisions
 from rco.models.moe.expert_statistics import ExpertHessians
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import ExpertLinear, original_stacks
@@ -122,15 +123,16 @@ def candidate_identity(
 
 
 def blocks_of(plan: CompressionPlan) -> list[list[LinearInfo]]:
-    """The plan's linears by block, embedding and output layer in one of their own at the end."""
+    """The plan's linears by block; those outside of the blocks, and the two ends, have one of their own."""
     by_block: dict[int, list[LinearInfo]] = {}
+    outer: list[LinearInfo] = []
     head: list[LinearInfo] = []
     for info in plan.linears:
-        if info.block is None:
-            head.append(info)
-        else:
+        if info.block is not None:
             by_block.setdefault(info.block, []).append(info)
-    return [by_block[index] for index in sorted(by_block)] + ([head] if head else [])
+        else:
+            (outer if info.role == "outer" else head).append(info)
+    return [by_block[index] for index in sorted(by_block)] + [each for each in (outer, head) if each]
 
 
 def build_candidates(
@@ -176,7 +178,7 @@ def build_candidates(
     if not missing:
         return
     inputs = (
-        BlockInputs.capture(
+        block_inputs(
             loaded.model, loaded.layout, calibration.tokens, batch_size=settings.batch_size, storage="cpu"
         )
         if settings.method == "gptq"
@@ -191,22 +193,24 @@ def build_candidates(
         hessians: dict[str, HessianAccumulator] = {}
         experts: ExpertHessians | None = None
         if inputs is not None:
-            block = group[0].block
+            block, outer = group[0].block, group[0].role == "outer"
             target = len(loaded.layout.blocks(loaded.model)) if block is None else block
-            while inputs.position < target:
+            while inputs.position < target and not outer:
                 inputs.advance()
             if sparse is not None:
                 experts = ExpertHessians(sparse, calibration.tokens.numel(), settings.expert_tokens)
-            hessians = (
-                _head_hessian(inputs, group, HessianAccumulator)
-                if block is None
-                else _block_hessians(loaded, inputs, linears, experts, HessianAccumulator)
-            )
+            if outer:
+                hessians = _outer_hessians(loaded, calibration.tokens, settings.batch_size, linears)
+            elif block is None:
+                hessians = _head_hessian(inputs, group, HessianAccumulator)
+            else:
+                hessians = _block_hessians(loaded, inputs, linears, experts, HessianAccumulator)
         candidates: dict[str, dict[str, Stored]] = {}
         statistics: dict[str, dict[str, dict[str, Any]]] = {}
         for info in linears:
             accumulator, grids = hessians.get(info.name), _grids(plan, info)
-            inputs_of = None if accumulator is None else accumulator.matrix()
+            # A linear whose weight is read without calling it, or that no token reaches, is rounded to nearest.
+            inputs_of = None if accumulator is None or not accumulator.tokens else accumulator.matrix()
             if importances is not None:
                 rows = tensor_importances(plan, importances, info)
                 inputs_of = None if rows is None else rows[0]
@@ -303,9 +307,19 @@ def _shared_inputs(loaded: LoadedModel, group: Sequence[LinearInfo]) -> dict[str
     return source
 
 
+def _outer_hessians(
+    loaded: LoadedModel, tokens: Tensor, batch_size: int, linears: Sequence[LinearInfo]
+) -> dict[str, HessianAccumulator]:
+    """Hessians of linears outside of the blocks, from whole passes."""
+    found = {info.name: HessianAccumulator(info.in_features, device=info.weight.device) for info in linears}
+    with linear_inputs(loaded.model, found, lambda name, x: found[name].add(x)):
+        WholePasses(loaded.model, loaded.layout, tokens, batch_size).finish()
+    return found
+
+
 def _block_hessians(
     loaded: LoadedModel,
-    inputs: BlockInputs,
+    inputs: BlockInputs | WholePasses,
     group: Sequence[LinearInfo],
     experts: ExpertHessians | None,
     make_accumulator: type[AccumulatorT],
@@ -324,15 +338,13 @@ def _block_hessians(
     with ExitStack() as stack:
         stack.enter_context(linear_inputs(block, accumulators, add))
         if experts is not None:
-            collect = experts.add
-            hook = experts.layer.block.register_forward_pre_hook(lambda _, args: collect(args[0]))
-            stack.callback(hook.remove)
+            stack.enter_context(watch_decisions(experts.layer, experts.add))
         inputs.advance()  # candidates use the full model's states, so this pass also yields the next block's inputs
     return {name: accumulators[path] for name, path in source.items()}
 
 
 def _head_hessian(
-    inputs: BlockInputs, ends: Sequence[LinearInfo], make_accumulator: type[AccumulatorT]
+    inputs: BlockInputs | WholePasses, ends: Sequence[LinearInfo], make_accumulator: type[AccumulatorT]
 ) -> dict[str, AccumulatorT]:
     """Statistics of the output layer's inputs, also for an embedding that shares its weight."""
     heads = [info for info in ends if info.role != EMBEDDING_ROLE or info.tied]
@@ -356,7 +368,7 @@ def measure_importances(
     """
     target = plan.target
     assert target is not None
-    inputs = BlockInputs.capture(
+    inputs = block_inputs(
         loaded.model, loaded.layout, calibration.tokens, batch_size=settings.batch_size, storage="cpu"
     )
     means: dict[str, Tensor] = {}

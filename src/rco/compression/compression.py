@@ -719,7 +719,7 @@ class Compression:
         counted, choices = self.costs("bits"), self.choice_of(allocation)
         linears = [info for info in self.plan.linears if counted.counts_linear(info)]
         total = sum(counted.of(info, choices[info.name]) for info in linears)
-        return Fraction(total, sum(info.parameters for info in linears))
+        return Fraction(total + counted.fixed, counted.parameters)
 
     @contextmanager
     def apply(self, allocation: Allocation) -> Iterator[LoadedModel]:

@@ -268,16 +268,22 @@ class Costs:
         """
         if self.plan.target is not None and self.kind == "bpw":
             return self.plan.target.elements
-        return sum(
+        return self._unread_weights + sum(
             member.parameters * self.weight(member)
             for group in self.plan.groups
             if self.counts(group)
             for member in group.members
         )
 
+    @property
+    def _unread_weights(self) -> int:
+        """Weights of experts that are left unchanged; for active bits as if every token read them."""
+        tokens = self.visits.tokens if self.kind == "active_bits" and self.visits is not None else 1
+        return tokens * sum(each.weight.numel() for each in self.plan.unread)
+
     @cached_property
     def fixed(self) -> int:
-        """Bytes, bits or parameters that no choice changes."""
+        """Bytes, parameters or bits that no choice changes."""
         if self.plan.removes_only:
             return self.shares.fixed
         target = self.plan.target
@@ -285,7 +291,8 @@ class Costs:
             size = self.kind == "size"
             return (1 if size else 8) * target.other_bytes(self.plan.linears, aligned=size)
         if self.kind != "size":
-            return 0
+            widths = {each.weight.dtype.itemsize * 8 for each in self.plan.unread}
+            return self._unread_weights * max(widths, default=0)
         if self.plan.gguf is not None:
             return self.plan.gguf.fixed_bytes(self.plan.linears)
         names = [info.name for info in self.plan.linears]

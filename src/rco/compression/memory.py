@@ -14,7 +14,7 @@ from rco.compression.plan import CompressionPlan
 from rco.formats.removed import REMOVED
 from rco.formats.streaming import STREAM_SLOTS
 from rco.losses import LOGITS_BYTES, chunk_length
-from rco.models.capture import block_kinds, lone_block
+from rco.models.capture import LoneBlockError, block_kinds, lone_block
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.expert_pairs import expert_weights
@@ -72,7 +72,24 @@ def saved_bytes_per_token(
         linears: Linears whose weights require a gradient.
         dtype: Type of the computation.
         gated: Whether experts run under gates that require a gradient.
+
+    Where a block cannot be run alone, the number is estimated from the shapes of the linears.
     """
+    try:
+        return _measured_bytes(loaded, linears, dtype, gated)
+    except LoneBlockError:
+        # Input and output of every linear that a token visits, and as much again for all else.
+        numbers = sum(
+            (info.in_features + info.out_features)
+            * (info.layer.top_k / info.layer.num_experts if isinstance(info, ExpertLinear) else 1)
+            for info in linears
+        )
+        return 2.0 * dtype.itemsize * numbers
+
+
+def _measured_bytes(
+    loaded: LoadedModel, linears: Sequence[LinearInfo], dtype: torch.dtype, gated: bool
+) -> float:
     norm = loaded.layout.final_norm(loaded.model)
     layers = moe_layers(loaded.model) if gated else ()
     total = 0.0
@@ -91,9 +108,10 @@ def saved_bytes_per_token(
                 if count:
                     entering = lone.hidden.detach().requires_grad_(True)
                     total += count * _saved_bytes(lone, lone.held, tokens, entering) / tokens
-    with computing_in(norm, dtype):
-        leaving = lone.hidden.detach().requires_grad_(True)
-        total += _saved_bytes(norm, norm.parameters(), tokens, leaving) / tokens
+    if norm is not None:
+        with computing_in(norm, dtype):
+            leaving = lone.hidden.detach().requires_grad_(True)
+            total += _saved_bytes(norm, norm.parameters(), tokens, leaving) / tokens
     return total
 
 
@@ -107,13 +125,13 @@ def _saved_bytes(
     work: Callable[[Tensor], Tensor], held: Iterable[Tensor], tokens: int, hidden: Tensor
 ) -> int:
     """Bytes that autograd keeps for ``work``, without ``held`` tensors and those that do not grow with tokens."""
-    owned = {tensor.untyped_storage().data_ptr() for tensor in held}
+    owned = {tensor.untyped_storage()._cdata for tensor in held}
     found: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in owned and tensor.numel() >= tokens:
-            found[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in owned and tensor.numel() >= tokens:
+            found[storage._cdata] = storage.nbytes()
         # Returned, so that its memory is not reused and counted twice; detached, because holding its graph leaks.
         return tensor.detach()
 

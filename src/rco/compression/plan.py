@@ -7,7 +7,7 @@ serving engine become constraints here, before any work, so that the engine load
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -23,6 +23,7 @@ from rco.formats.original import ORIGINAL
 from rco.formats.removed import REMOVED
 from rco.models.embeddings import EMBEDDING_ROLE
 from rco.models.layout import Layout, LinearInfo
+from rco.models.moe.finding import UnreadExperts
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import EXPERT_ROLE, ExpertLinear
 
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 _REMOVAL_LOCKS: dict[str, Format] = {"keep": ORIGINAL, "prune": REMOVED}
-ROLES = ("attention", "mlp", EXPERT_ROLE, "shared_expert", "head", EMBEDDING_ROLE)
+ROLES = ("attention", "mlp", EXPERT_ROLE, "shared_expert", "outer", "head", EMBEDDING_ROLE)
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class CompressionPlan:
     skipped: tuple[str, ...] = field(default=())  # unquantized linears outside the budget
     gguf: GGUFFile | None = None
     target: GGUFTarget | None = None  # the GGUF file to write, whose types are the options
+    unread: tuple[UnreadExperts, ...] = ()  # counted at their original width
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -215,13 +217,16 @@ def make_plan(
     ties: Sequence[str] = (),
     experts: ExpertGroups | None = None,
     allow_prune: bool = False,
+    embeddings: bool = False,
     gguf: GGUFFile | None = None,
+    unread: Sequence[UnreadExperts] = (),
+    unpackable: Collection[str] = (),
 ) -> CompressionPlan:
     """Make groups and options from the user's settings.
 
     Args:
-        layout: Row of the architecture table.
-        linears: All linears, the output layer last; it is included only if a lock names it.
+        layout: The model's layout.
+        linears: All linears, the output layer last; it is included only with ``embeddings``, or if a lock names it.
         widths: Widths to choose from; 16 keeps a linear unquantized. None: all that the engine supports.
         formats: Further formats to choose from; for ``serve="any"``.
         group_size: Columns that share a scale; None for one scale per row.
@@ -233,19 +238,32 @@ def make_plan(
         ties: Comma-separated kinds, e.g. ``q_proj,k_proj,v_proj``, that share a width within a block.
         experts: Matrices of experts that share a width; None: those of one expert, or as the engine needs.
         allow_prune: Make removal an option of every expert; the problem keeps at least each router's top-k.
+        embeddings: Make the output layer a group, unless it shares its weight with the embedding.
         gguf: The model's tensors in a GGUF file, for an engine that reads one.
+        unread: Experts that could not be verified: unchanged, and counted in the budget.
+        unpackable: Paths of linears that a packed checkpoint cannot hold: locked at 16 bits.
     """
     engine = find_engine(serve)
     if engine.gguf != (gguf is not None):
         raise ValueError(f"`serve='{serve}'` {'needs' if engine.gguf else 'does not take'} a GGUF file.")
     if engine.gguf and symmetric is not None:
         raise ValueError(f"`serve='{serve}'`: each block type has its own grid; leave out `symmetric`.")
+    if engine.fused and layout.fused_paths is None:
+        raise ValueError(
+            f"`serve='{serve}'` merges some linears of a block into one matrix, and which ones is not known for "
+            f"{layout.model_type}: use `serve='any'` or `serve='transformers'`, or add the architecture to "
+            "rco.models.layout.FUSED."
+        )
     if formats and engine.name != "any":
         raise ValueError(f"`serve='{serve}'` does not load the formats {', '.join(f.name for f in formats)}.")
     widths = tuple(sorted(set(engine.widths if widths is None else widths)))
     sparse = any(info.role == EXPERT_ROLE for info in linears)
     experts = _expert_groups(engine, experts, sparse=sparse, allow_prune=allow_prune)
     locked = _parse_locks(locks, linears, widths)
+    if engine.format == "compressed-tensors":
+        for info in linears:
+            if info.path in unpackable and info.block is not None:
+                locked.setdefault(info.name, ORIGINAL.bits)
     skipped_names = {info.name for pattern in skips for info in _matching(pattern, "skip", linears)}
     # An engine's rules for packed experts bind only those that will be packed.
     packed_experts = [
@@ -269,7 +287,7 @@ def make_plan(
     chosen: list[LinearInfo] = []
     skipped: list[str] = []
     for info in linears:
-        wanted = info.role != "head" or info.name in locked
+        wanted = info.role != "head" or info.name in locked or (embeddings and not info.tied)
         if info.role == "head" and info.name in locked and info.tied:
             raise ValueError(
                 f"{info.name} shares its weight with the embedding, so it cannot be quantized; drop its lock."
@@ -312,7 +330,15 @@ def make_plan(
         groups.append(Group(_cluster_name(members), tuple(members), fitting))
     every = _ordered({*offered, *(each for group in groups for each in group.options)})
     return CompressionPlan(
-        tuple(groups), tuple(chosen), every, group_size, symmetric, engine, tuple(skipped), gguf
+        tuple(groups),
+        tuple(chosen),
+        every,
+        group_size,
+        symmetric,
+        engine,
+        tuple(skipped),
+        gguf,
+        unread=tuple(unread),
     )
 
 

@@ -671,6 +671,11 @@ class _Blocks:
 
     def _capture(self) -> BlockInputs:
         loaded = self._loaded
+        if not loaded.layout.tail.chained:
+            raise ValueError(
+                f"The blocks of {type(loaded.model).__name__} cannot be run one by one, as `tune='blocks'` does: "
+                "use `tune='full'` or `tune='scales'`."
+            )
         return BlockInputs.capture(
             loaded.model, loaded.layout, self._tokens, batch_size=self._size, storage="cpu"
         )

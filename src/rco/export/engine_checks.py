@@ -10,7 +10,7 @@ from rco.compression.engines import find_engine
 from rco.formats.base import Format
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
-from rco.models.layout import ARCHITECTURES
+from rco.models.layout import FUSED
 
 __all__ = ["validate_for_engine"]
 
@@ -96,8 +96,7 @@ def _exact_names(groups: Iterable[tuple[str, list[str], IntegerGrid]], ignore: I
 
 
 def _fused_violations(schemes: Mapping[str, Format], config: Mapping[str, Any], engine: str) -> list[str]:
-    row = ARCHITECTURES.get(str(config.get("model_type", "llama")))
-    merged = row.fused_paths if row is not None else ()
+    merged = FUSED.get(str(config.get("model_type", "llama")), ())
     sets: dict[str, dict[str, Format]] = {}
     for name, scheme in schemes.items():
         for paths in merged:

@@ -31,6 +31,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+# Files beside config and tokenizer that a model with images or sound needs, and templates of chats.
+_COMPANIONS = ("*processor_config.json", "processor*.json", "*.jinja", "chat_template.json")
+
 
 class ExportError(ValueError):
     """A checkpoint cannot be written; the message says why and what to do."""
@@ -229,7 +232,7 @@ def stock_name(cls: type) -> str:
 
 
 def write_companions(loaded: LoadedModel, folder: Path, changes: Mapping[str, Any]) -> None:
-    """Write all files except weights: config, generation config, tokenizer, the model's own code.
+    """Write all files except weights: config, generation config, tokenizer, processors, the model's own code.
 
     Args:
         loaded: The model.
@@ -250,6 +253,9 @@ def write_companions(loaded: LoadedModel, folder: Path, changes: Mapping[str, An
         model.generation_config.to_json_file(folder / "generation_config.json")
     if loaded.tokenizer is not None:
         loaded.tokenizer.save_pretrained(folder)
-    if loaded.path is not None and "auto_map" in content:
-        for code in loaded.path.glob("*.py"):
-            shutil.copyfile(code, folder / code.name)
+    if loaded.path is None:
+        return
+    patterns = [*_COMPANIONS, *(["*.py"] if "auto_map" in content else [])]
+    for original in (path for pattern in patterns for path in sorted(loaded.path.glob(pattern))):
+        if not (folder / original.name).exists():
+            shutil.copyfile(original, folder / original.name)

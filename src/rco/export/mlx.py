@@ -88,7 +88,7 @@ def mlx_paths(layout: Layout, name: str) -> tuple[str, ...]:
     """Names of a linear in mlx-lm: usually as in transformers, but a layer's experts are one module."""
     if layout.model_type == "gpt_neox" and name in ("lm_head", "embed_out"):
         return ("model.embed_out",)
-    blocks = f"{layout.backbone}.{layout.block_list}"
+    blocks = layout.prefix
     if name.startswith(f"{blocks}."):
         name = _BLOCKS.get(blocks, blocks) + name.removeprefix(blocks)
     if layout.model_type == "deepseek_v3" and name.endswith(".kv_b_proj"):

@@ -1,4 +1,4 @@
-"""Hugging Face models: names, loading, the architecture table, block-wise capture."""
+"""Hugging Face models: names, loading, layout, block-wise capture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 # Lazy, so that importing one helper does not import every other.
 _EXPORTS = {
-    "ARCHITECTURES": "rco.models.layout",
     "BlockInputs": "rco.models.capture",
     "HeadSpec": "rco.models.layout",
     "Layout": "rco.models.layout",

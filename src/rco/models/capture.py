@@ -8,10 +8,11 @@ by itself, to measure its memory without running the model.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,20 +22,22 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rco.models.layout import Layout
 from rco.models.precision import computing_in
+from rco.models.sequences import whole_sequences
+from rco.models.skeleton import BlockCall, Reached, stood_in
+from rco.models.zoo import ModelError
 
-__all__ = ["BlockInputs", "LoneBlock", "block_kinds", "linear_inputs", "lone_block"]
+__all__ = [
+    "BlockInputs",
+    "LoneBlock",
+    "LoneBlockError",
+    "WholePasses",
+    "block_inputs",
+    "block_kinds",
+    "linear_inputs",
+    "lone_block",
+]
 
-
-class _Reached(BaseException):
-    """Ends a forward pass once the last block has been called; never leaves this module."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """Arguments of a block besides its hidden states: masks, rotary tables, positions."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+logger = logging.getLogger(__name__)
 
 
 class BlockInputs:
@@ -50,7 +53,7 @@ class BlockInputs:
     """
 
     def __init__(
-        self, model: nn.Module, layout: Layout, hidden: Tensor, calls: list[list[_Call]], batch: int
+        self, model: nn.Module, layout: Layout, hidden: Tensor, calls: list[list[BlockCall]], batch: int
     ) -> None:
         self.model = model
         self.layout = layout
@@ -87,8 +90,8 @@ class BlockInputs:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
         device = layout.embedding(model).weight.device
         hidden: Tensor | None = None
-        by_shape: dict[torch.Size, list[_Call]] = {}
-        calls: list[list[_Call]] = []
+        by_shape: dict[torch.Size, list[BlockCall]] = {}
+        calls: list[list[BlockCall]] = []
         for start in range(0, len(tokens), batch_size):
             ids = tokens[start : start + batch_size].to(device)
             first, given = _trace(model, layout, ids)
@@ -118,8 +121,7 @@ class BlockInputs:
         for index, calls in enumerate(self._calls):
             rows = slice(index * self._batch, min((index + 1) * self._batch, len(self.hidden)))
             call = calls[self.position]
-            result = module(self.hidden[rows].to(device), *call.args, **call.kwargs)
-            yield rows, result[0] if isinstance(result, tuple) else result
+            yield rows, call.run(module, self.hidden[rows].to(device))
 
     def output(self, hidden: Tensor) -> Tensor:
         """The next block's output for the hidden states of some sequences, with gradients if they are enabled.
@@ -166,14 +168,109 @@ class BlockInputs:
             raise IndexError(
                 f"{len(self._blocks) - self.position} blocks have not been run yet; call advance() for each."
             )
-        norm = self.layout.final_norm(self.model)
-        parameter = next(norm.parameters(), None)
-        device = self.hidden.device if parameter is None else parameter.device
         result = torch.empty_like(self.hidden)
         for start in range(0, len(self.hidden), self._batch):
             rows = slice(start, start + self._batch)
-            result[rows] = norm(self.hidden[rows].to(device)).to(result.device)
+            result[rows] = _finished(self.model, self.layout, self.hidden[rows]).to(result.device)
         return result
+
+
+class WholePasses:
+    """Whole forward passes in place of :class:`BlockInputs`, for blocks that cannot be run one by one.
+
+    Attributes:
+        position: Index of the next block.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, tokens: Tensor, batch_size: int) -> None:
+        self.model, self.layout, self.position = model, layout, 0
+        self._tokens, self._batch = tokens, batch_size
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Run the model up to the next block, for hooks inside of it."""
+        block = self.layout.blocks(self.model)[self.position][1]
+
+        def stop(*_: Any) -> None:
+            raise Reached
+
+        hook = block.register_forward_hook(stop) if self.layout.tail.once else None
+        try:
+            for ids in self._batches():
+                with suppress(Reached):
+                    self.layout.final_hidden(self.model, ids)
+        finally:
+            if hook is not None:
+                hook.remove()
+        self.position += 1
+
+    @torch.no_grad()
+    def finish(self) -> Tensor:
+        """(S, L, H) input of the output layer; every linear runs once over all sequences."""
+        parts = [self.layout.final_hidden(self.model, ids).cpu() for ids in self._batches()]
+        return torch.cat(parts)
+
+    def _batches(self) -> Iterator[Tensor]:
+        device = self.layout.embedding(self.model).weight.device
+        for start in range(0, len(self._tokens), self._batch):
+            yield self._tokens[start : start + self._batch].to(device)
+
+
+def block_inputs(
+    model: nn.Module, layout: Layout, tokens: Tensor, *, batch_size: int, storage: str | torch.device
+) -> BlockInputs | WholePasses:
+    """Block-wise passes if they reproduce the model on a few tokens, else whole passes.
+
+    Arguments are those of :meth:`BlockInputs.capture`.
+    """
+    if layout.tail.chained and _reproduces(model, layout, tokens[:1, :_CHECKED_TOKENS]):
+        return BlockInputs.capture(model, layout, tokens, batch_size=batch_size, storage=storage)
+    logger.info("The blocks of %s cannot be run one by one; each needs whole passes.", type(model).__name__)
+    return WholePasses(model, layout, tokens, batch_size)
+
+
+_CHECKED_TOKENS = 16
+_CHECKED_ERROR = 1e-3  # of the hidden states, relative; far above rounding, far below another computation
+
+
+@torch.no_grad()
+def _reproduces(model: nn.Module, layout: Layout, tokens: Tensor) -> bool:
+    """Whether blocks that are run one by one give the model's last hidden states."""
+    ids = tokens.to(layout.embedding(model).weight.device)
+    hidden, calls = _trace(model, layout, ids)
+    expected = layout.final_hidden(model, ids)
+    try:
+        for (_, block), call in zip(layout.blocks(model), calls, strict=True):
+            parameter = next(block.parameters(), None)
+            hidden = call.run(block, hidden if parameter is None else hidden.to(parameter.device))
+        found = _finished(model, layout, hidden).to(expected.device)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        logger.info("A block of %s cannot be run by itself: %s", type(model).__name__, error)
+        return False
+    if found.shape != expected.shape:
+        return False
+    return bool((found - expected).norm() <= _CHECKED_ERROR * expected.norm())
+
+
+def _finished(model: nn.Module, layout: Layout, hidden: Tensor) -> Tensor:
+    """The input of the output layer from the output of the last block."""
+    norm = layout.final_norm(model)
+    if norm is not None:
+        parameter = next(norm.parameters(), None)
+        after: Tensor = norm(hidden if parameter is None else hidden.to(parameter.device))
+        return after
+    blocks = [block for _, block in layout.blocks(model)]
+
+    def answer(number: int, entering: Tensor, _: BlockCall) -> Tensor:
+        return hidden.to(entering) if number == len(blocks) - 1 else entering
+
+    ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=layout.embedding(model).weight.device)
+    with stood_in(blocks, answer, returned=layout.tail.returned):
+        return layout.final_hidden(model, ids)
+
+
+class LoneBlockError(ModelError):
+    """A block needs more than its own input, so that it cannot be run alone."""
 
 
 @dataclass(frozen=True)
@@ -187,13 +284,14 @@ class LoneBlock:
 
     block: nn.Module
     hidden: Tensor
-    _call: _Call
+    _call: BlockCall
 
     def __call__(self, hidden: Tensor | None = None) -> Tensor:
         """The block's output (1, T, H); gradients flow if they are enabled."""
-        result = self.block(self.hidden if hidden is None else hidden, *self._call.args, **self._call.kwargs)
-        output: Tensor = result[0] if isinstance(result, tuple) else result
-        return output
+        try:
+            return self._call.run(self.block, self.hidden if hidden is None else hidden)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise LoneBlockError(f"A {type(self.block).__name__} cannot be run by itself: {error}") from error
 
     @property
     def held(self) -> list[Tensor]:
@@ -211,7 +309,12 @@ def lone_block(
     """Block ``index`` ready to run on ``tokens`` tokens in ``dtype``; its own type is restored on exit.
 
     Only the embedding of the tokens is computed.
+
+    Raises:
+        LoneBlockError: The block needs more than its own input.
     """
+    if not layout.tail.chained:
+        raise LoneBlockError(f"The blocks of {type(model).__name__} do not form a chain.")
     embedding = layout.embedding(model).weight
     ids = torch.arange(tokens, device=embedding.device)[None] * 7919 % embedding.shape[0]
     first, calls = _trace(model, layout, ids)
@@ -224,7 +327,7 @@ def lone_block(
     parameter = next(block.parameters(), None)
     hidden = first.to(device=None if parameter is None else parameter.device, dtype=dtype)
     with computing_in(block, dtype):
-        yield LoneBlock(block, hidden, _Call(args, kwargs))
+        yield LoneBlock(block, hidden, replace(calls[index], args=args, kwargs=kwargs))
 
 
 def block_kinds(model: nn.Module, layout: Layout) -> list[tuple[int, int]]:
@@ -244,44 +347,23 @@ def block_kinds(model: nn.Module, layout: Layout) -> list[tuple[int, int]]:
 
 
 @torch.no_grad()
-def _trace(model: nn.Module, layout: Layout, ids: Tensor) -> tuple[Tensor, list[_Call]]:
+def _trace(model: nn.Module, layout: Layout, ids: Tensor) -> tuple[Tensor, list[BlockCall]]:
     """Input of the first block, and the other arguments of each; the blocks themselves are skipped."""
     blocks = [block for _, block in layout.blocks(model)]
-    calls: list[_Call] = []
+    calls: list[BlockCall] = []
     entered: list[Tensor] = []
 
-    def record(*args: Any, **kwargs: Any) -> Tensor:
-        hidden: Tensor
-        if args:
-            hidden, args = args[0], args[1:]
-        else:
-            hidden = kwargs.pop("hidden_states")
-        if not entered:
-            entered.append(hidden)
-        calls.append(_Call(args, kwargs))
+    def record(_: int, hidden: Tensor, call: BlockCall) -> Tensor:
+        entered.append(hidden)
+        calls.append(call)
         if len(calls) == len(blocks):
-            raise _Reached
+            raise Reached
         return hidden
 
-    with _replaced_forward(blocks, record), suppress(_Reached):
-        layout.stack(model)(input_ids=ids, use_cache=False)
+    entry = layout.entry(model)
+    with stood_in(blocks, record, returned=layout.tail.returned), suppress(Reached), whole_sequences(entry):
+        entry(input_ids=ids, use_cache=False)
     return entered[0], calls
-
-
-@contextmanager
-def _replaced_forward(blocks: list[nn.Module], forward: Callable[..., Tensor]) -> Iterator[None]:
-    # An instance may have its own forward (device hooks set one): restore exactly what was there.
-    before = [vars(block).get("forward") for block in blocks]
-    try:
-        for block in blocks:
-            vars(block)["forward"] = forward
-        yield
-    finally:
-        for block, own in zip(blocks, before, strict=True):
-            if own is None:
-                vars(block).pop("forward", None)
-            else:
-                vars(block)["forward"] = own
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def gguf_names(layout: Layout, linear: str) -> tuple[str, ...]:
     """
     if linear in ("lm_head", "embed_out"):
         return ("output.weight",)
-    block = re.fullmatch(rf"{re.escape(f'{layout.backbone}.{layout.block_list}')}\.(\d+)\.(.+)", linear)
+    block = re.fullmatch(rf"{re.escape(layout.prefix)}\.(\d+)\.(.+)", linear)
     stems = _LINEARS.get(_EXPERT_INDEX.sub("", block[2])) if block else None
     if block is None or stems is None:
         raise ModelError(

@@ -1,16 +1,17 @@
-"""Layout of decoder-only models: one table row per architecture.
+"""Layout of language models, read off the module tree: blocks, linears, and the steps to the logits.
 
-A row holds the path of the blocks, the linears of a block, those that a serving engine merges into one matrix, and
-the steps from the last hidden state to the logits. The rest of the package takes these from the row.
-To support another architecture, add a row to :data:`ARCHITECTURES` and a tiny configuration to
-:mod:`rco.testing.tiny_models`; the tests then cover it.
+:func:`layout_for` looks at a model and checks what it found with a run on a few tokens in which blocks and output
+layer are replaced by stand-ins (:mod:`rco.models.skeleton`). The table :data:`FUSED` holds what cannot be seen:
+linears that a serving engine merges into one matrix.
 """
 
 from __future__ import annotations
 
-import logging
+import copy
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -18,11 +19,10 @@ from torch import Tensor, nn
 
 from rco.losses import Head
 from rco.models.sequences import whole_sequences
+from rco.models.skeleton import Tail, check_tail, head_input, inspect_blocks, read_at_start
 from rco.models.zoo import ModelError
 
-__all__ = ["ARCHITECTURES", "HeadSpec", "Layout", "LinearInfo", "layout_for", "text_config"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["FUSED", "HeadSpec", "Layout", "LinearInfo", "layout_for", "text_config"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,36 +101,29 @@ class HeadSpec(Head):
 
 @dataclass(frozen=True)
 class Layout:
-    """One row of the architecture table.
+    """Blocks and linears of a model, and the steps from the last block to the logits.
 
     Attributes:
         model_type: ``config.model_type`` of the architecture.
-        linear_paths: Linears inside a block, in the order they run. A block need not have all of them: layers may
-            alternate between kinds of attention, or between a dense and a sparse feed-forward part.
-        fused_paths: Sets of those that serving engines merge into one matrix. They have the same input, so one
-            input statistic is enough for a set.
-        backbone: The stack below the output layer.
+        backbone: The stack of blocks, which maps token ids to hidden states.
         block_list: The list of blocks inside the backbone.
-        norm: The norm after the last block, inside the backbone.
-        moe: The sparse feed-forward part inside a block; :mod:`rco.models.moe` handles its modules except the
-            linears named above.
-        kept: Linears inside a block that are never compressed: routers and gates of a few rows.
-        softcap: Field of the config with the bound of the logits.
-        logit_multiplier: Field of the config that multiplies the logits.
-        logit_divisor: Field of the config that divides them.
+        linear_paths: Linears inside a block, in the order of the module tree. A block need not have all of them:
+            layers may alternate between kinds of attention, or between a dense and a sparse feed-forward part.
+        outer_paths: Linears of the backbone outside of the blocks, such as projections of the embedding.
+        fused_paths: Sets of linears that serving engines merge into one matrix. They have the same input, so one
+            input statistic is enough for a set. None: unknown for this architecture.
+        kept: Linears that are never compressed: routers, and gates of one row.
+        tail: Steps after the last block.
     """
 
     model_type: str
+    backbone: str
+    block_list: str
     linear_paths: tuple[str, ...]
-    fused_paths: tuple[tuple[str, ...], ...] = ()
-    backbone: str = "model"
-    block_list: str = "layers"
-    norm: str = "norm"
-    moe: str | None = None
-    kept: tuple[str, ...] = ()
-    softcap: str | None = None
-    logit_multiplier: str | None = None
-    logit_divisor: str | None = None
+    outer_paths: tuple[str, ...]
+    fused_paths: tuple[tuple[str, ...], ...] | None
+    kept: tuple[str, ...]
+    tail: Tail
 
     # ------------------------------------------------------------------ blocks and linears
 
@@ -138,18 +131,26 @@ class Layout:
         """The module that maps token ids to the last hidden state."""
         return _get(model, self.backbone, self.model_type)
 
+    def entry(self, model: nn.Module) -> nn.Module:
+        """The module to call for a forward pass: the stack, or the model where the stack alone is not enough."""
+        return self.stack(model) if self.tail.direct else model
+
+    @property
+    def prefix(self) -> str:
+        """Path of the list of blocks."""
+        return f"{self.backbone}.{self.block_list}" if self.backbone else self.block_list
+
     def blocks(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Full name and module of every block, first to last."""
-        prefix = f"{self.backbone}.{self.block_list}"
-        blocks = cast(nn.ModuleList, _get(model, prefix, self.model_type))
-        return [(f"{prefix}.{i}", block) for i, block in enumerate(blocks)]
+        blocks = cast(nn.ModuleList, _get(model, self.prefix, self.model_type))
+        return [(f"{self.prefix}.{i}", block) for i, block in enumerate(blocks)]
 
-    def final_norm(self, model: nn.Module) -> nn.Module:
-        """The norm between the last block and the output layer."""
-        return _get(model, f"{self.backbone}.{self.norm}", self.model_type)
+    def final_norm(self, model: nn.Module) -> nn.Module | None:
+        """The module between the last block and the output layer, if there is exactly one."""
+        return None if self.tail.norm is None else _get(model, self.tail.norm, self.model_type)
 
     def linears(self, model: nn.Module, *, include_head: bool = False) -> list[LinearInfo]:
-        """Every linear of every block, in the order of the table, block by block.
+        """Every linear outside of the blocks, then every linear of every block, block by block.
 
         Args:
             model: The causal language model.
@@ -159,18 +160,14 @@ class Layout:
             ModelError: A linear has been replaced by something else, as in a checkpoint that is already quantized.
         """
         found: list[LinearInfo] = []
+        for path in self.outer_paths:
+            found.append(self._describe(path, _get(model, path, self.model_type), path, None))
         for index, (prefix, block) in enumerate(self.blocks(model)):
             modules = dict(block.named_modules())
             for path in self.linear_paths:
-                module = modules.pop(path, None)
+                module = modules.get(path)
                 if module is not None:
                     found.append(self._describe(f"{prefix}.{path}", module, path, index))
-            for path, module in modules.items():
-                if path not in self.kept and _is_linear(module):
-                    logger.warning(
-                        "%s.%s is a linear that is not in the table row of %s; it is not compressed.",
-                        prefix, path, self.model_type,
-                    )  # fmt: skip
         if include_head:
             name, module = _output_layer(model)
             spec = self.head(model)
@@ -181,8 +178,8 @@ class Layout:
             )
         return found
 
-    def _describe(self, name: str, module: nn.Module, path: str, block: int) -> LinearInfo:
-        if not _is_linear(module):
+    def _describe(self, name: str, module: nn.Module, path: str, block: int | None) -> LinearInfo:
+        if not is_linear(module):
             raise ModelError(
                 f"{name} is a {type(module).__name__}, not a plain linear layer: the model is already quantized or "
                 "wrapped. Load the original full-precision checkpoint."
@@ -191,20 +188,28 @@ class Layout:
         transposed = not isinstance(module, nn.Linear)
         rows, columns = weight.shape[::-1] if transposed else weight.shape
         return LinearInfo(
-            name, module, self.kind(path), _role(path), block, path,
+            name, module, self.kind(path), _role(path) if block is not None else "outer", block, path,
             columns, rows, transposed, getattr(module, "bias", None) is not None,
         )  # fmt: skip
 
     def kind(self, path: str) -> str:
         """Short name of a linear: the last part of its path, with the part before it where that is ambiguous."""
-        parts = path.split(".")
-        alike = sum(other.rpartition(".")[2] == parts[-1] for other in self.linear_paths)
-        return parts[-1] if alike == 1 else ".".join(parts[-2:])
+        return self._kinds[path]
+
+    @cached_property
+    def _kinds(self) -> dict[str, str]:
+        paths = [*self.linear_paths, *self.outer_paths]
+        kinds = {path: path.rpartition(".")[2] for path in paths}
+        for parts in (2, 3):
+            shared = [path for path in paths if list(kinds.values()).count(kinds[path]) > 1]
+            kinds |= {path: ".".join(path.split(".")[-parts:]) for path in shared}
+        return kinds | {path: path for path in paths if list(kinds.values()).count(kinds[path]) > 1}
 
     @property
     def fused_groups(self) -> tuple[tuple[str, ...], ...]:
         """Kinds that a serving engine merges into one matrix, and so must share one scheme per block."""
-        return tuple(tuple(self.kind(path) for path in group) for group in self.fused_paths)
+        present = (tuple(path for path in group if path in self._kinds) for group in self.fused_paths or ())
+        return tuple(tuple(self.kind(path) for path in group) for group in present if len(group) > 1)
 
     def fused_sets(self, linears: Sequence[LinearInfo]) -> list[tuple[str, ...]]:
         """Names of the given linears that are merged, one tuple per merged matrix of two or more."""
@@ -213,9 +218,13 @@ class Layout:
         sets = (
             tuple(by_place[block, path] for path in group if (block, path) in by_place)
             for block in blocks
-            for group in self.fused_paths
+            for group in self.fused_paths or ()
         )
         return [names for names in sets if len(names) > 1]
+
+    def unpackable(self, model: nn.Module) -> tuple[str, ...]:
+        """Paths of linears that stock transformers reads before a packed checkpoint is loaded."""
+        return read_at_start(model, [block for _, block in self.blocks(model)])
 
     # ------------------------------------------------------------------ the two ends
 
@@ -226,19 +235,12 @@ class Layout:
     def head(self, model: nn.Module) -> HeadSpec:
         """The map from last hidden states to logits."""
         name, module = _output_layer(model)
-        config = text_config(cast(Any, model).config)
-        scale = 1.0
-        if self.logit_multiplier:
-            scale *= float(getattr(config, self.logit_multiplier))
-        if self.logit_divisor:
-            scale /= float(getattr(config, self.logit_divisor))
-        softcap = getattr(config, self.softcap) if self.softcap else None
         weight: Tensor = module.weight  # type: ignore[assignment]
         return HeadSpec(
             weight=weight,
             bias=getattr(module, "bias", None),
-            softcap=None if softcap is None else float(softcap),
-            scale=scale,
+            softcap=self.tail.softcap,
+            scale=self.tail.scale,
             tied=weight is self.embedding(model).weight,
             name=name,
         )
@@ -246,12 +248,14 @@ class Layout:
     def final_hidden(
         self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """Hidden states (B, T, H) after the final norm: exactly the input of the output layer.
+        """Hidden states (B, T, H) that enter the output layer.
 
         Gradients flow if they are enabled. No tensor of size tokens x vocabulary is made.
         """
         stack = self.stack(model)
         with whole_sequences(stack):
+            if not self.tail.direct:
+                return head_input(model, _output_layer(model)[1], input_ids, attention_mask)
             output = stack(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         return cast(Tensor, output.last_hidden_state)
 
@@ -278,108 +282,185 @@ def text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear map with a floating-point weight."""
     # GPT-2's Conv1D is recognised by name: importing its class would import transformers.
     if not isinstance(module, nn.Linear) and type(module).__name__ != "Conv1D":
         return False
     weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point()
+    plain = isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point()
+    return plain and (not isinstance(module, nn.Linear) or _multiplies(module))
+
+
+_linear_kinds: dict[type, bool] = {nn.Linear: True}
+
+
+def _multiplies(module: nn.Linear) -> bool:
+    """Whether a linear computes the product with its weight: a subclass may do something else, which is tried."""
+    kind = type(module)
+    if kind not in _linear_kinds:
+        known = kind.forward is nn.Linear.forward
+        if not known and not module.weight.is_meta:
+            known = _is_product(module)
+        elif not known:
+            return False  # decided once there are weights
+        _linear_kinds[kind] = known
+    return _linear_kinds[kind]
+
+
+@torch.no_grad()
+def _is_product(module: nn.Linear) -> bool:
+    few = copy.deepcopy(module).float()
+    x = torch.linspace(-1, 1, 3 * module.in_features, device=module.weight.device).view(1, 3, -1)
+    try:
+        found = few(x)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    expected = nn.functional.linear(x, few.weight, few.bias)
+    alike = isinstance(found, Tensor) and found.shape == expected.shape  # routers may return a tuple
+    return alike and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def _role(path: str) -> str:
     if "shared_expert" in path:
         return "shared_expert"
-    return "mlp" if path.startswith("mlp.") else "attention"
+    parts = path.lower().split(".")
+    feed_forward = any(part in _FEED_FORWARD or "mlp" in part or "moe" in part for part in parts)
+    return "mlp" if feed_forward else "attention"
 
 
-# ---------------------------------------------------------------------- the table
+# ---------------------------------------------------------------------- facts that cannot be seen
 
+_FEED_FORWARD = frozenset(
+    {"ffn", "ff", "feed_forward", "fc1", "fc2", "experts", "wi", "wo", "intermediate", "output"}
+)
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_ATTENTION = (*_QKV, "self_attn.o_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-_MLP = (*_GATE_UP, "mlp.down_proj")
-_LATENT_ATTENTION = (
-    "self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_b_proj",
-    "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_attn.o_proj",
-)  # fmt: skip
-_LATENT_FUSED = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
+_LATENT = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
 
 
 def _shared(module: str) -> tuple[str, ...]:
-    return tuple(f"mlp.{module}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+    return f"mlp.{module}.gate_proj", f"mlp.{module}.up_proj"
 
 
-def _rows() -> Iterator[Layout]:
-    llama_like = (_ATTENTION + _MLP, (_QKV, _GATE_UP))
-    one, several = _shared("shared_expert"), _shared("shared_experts")
-    for name in ("llama", "qwen2", "qwen3", "mistral", "olmo", "olmo2", "olmo3", "smollm3"):
-        yield Layout(name, *llama_like)
-    for name in ("gemma2", "gemma3_text"):
-        yield Layout(name, *llama_like, softcap="final_logit_softcapping")
-    yield Layout("gemma3", *llama_like, backbone="model.language_model")
-    yield Layout("granite", *llama_like, logit_divisor="logits_scaling")
-    for name in ("cohere", "cohere2"):
-        yield Layout(name, *llama_like, logit_multiplier="logit_scale")
-    yield Layout("phi3", ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"))
-    yield Layout(
-        "gpt2",
-        ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
-        backbone="transformer", block_list="h", norm="ln_f",
+def _fused() -> Iterator[tuple[str, tuple[tuple[str, ...], ...]]]:
+    dense = (
+        "llama", "qwen2", "qwen3", "mistral", "ministral", "ministral3", "olmo", "olmo2", "olmo3", "smollm3",
+        "gemma", "gemma2", "gemma3_text", "gemma3", "granite", "cohere", "cohere2", "qwen3_moe", "seed_oss",
+        "ernie4_5", "exaone4",
     )  # fmt: skip
-    yield Layout(
-        "gpt_neox",
-        ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
-        backbone="gpt_neox", norm="final_layer_norm",
-    )  # fmt: skip
+    for name in dense:
+        yield name, (_QKV, _GATE_UP)
+    for name in ("phi3", "gpt2", "gpt_neox"):
+        yield name, ()
     for name in ("mixtral", "olmoe", "gpt_oss"):
-        yield Layout(name, _ATTENTION, (_QKV,), moe="mlp", kept=("mlp.gate", "mlp.router"))
-    yield Layout("qwen3_moe", *llama_like, moe="mlp", kept=("mlp.gate",))
-    yield Layout(
-        "qwen2_moe",
-        _ATTENTION + _MLP + one,
-        (_QKV, _GATE_UP, one[:2]),
-        moe="mlp", kept=("mlp.gate", "mlp.shared_expert_gate"),
-    )  # fmt: skip
-    yield Layout(
-        "qwen3_next",
-        (
-            *_ATTENTION,
-            "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.out_proj",
-            *_MLP, *one,
-        ),
-        (_QKV, _GATE_UP, one[:2]),
-        moe="mlp", kept=("mlp.gate", "mlp.shared_expert_gate"),
-    )  # fmt: skip
-    yield Layout(
-        "glm4_moe", _ATTENTION + _MLP + several, (_QKV, _GATE_UP, several[:2]), moe="mlp", kept=("mlp.gate",)
-    )
+        yield name, (_QKV,)
+    for name in ("qwen2_moe", "qwen3_next"):
+        yield name, (_QKV, _GATE_UP, _shared("shared_expert"))
+    yield "glm4_moe", (_QKV, _GATE_UP, _shared("shared_experts"))
     for name in ("deepseek_v2", "deepseek_v3"):
-        yield Layout(
-            name,
-            _LATENT_ATTENTION + _MLP + several,
-            (_LATENT_FUSED, _GATE_UP, several[:2]),
-            moe="mlp", kept=("mlp.gate",),
-        )  # fmt: skip
+        yield name, (_LATENT, _GATE_UP, _shared("shared_experts"))
 
 
-ARCHITECTURES: dict[str, Layout] = {row.model_type: row for row in _rows()}
+FUSED: dict[str, tuple[tuple[str, ...], ...]] = dict(_fused())
+"""Architecture -> sets of linears of a block that vLLM merges into one matrix."""
 
 
-def layout_for(model_or_config: Any) -> Layout:
-    """The table row of a model, of its config, or of a ``model_type`` string.
+# ---------------------------------------------------------------------- finding
+
+_checked: dict[str, Tail] = {}
+
+
+def layout_for(model: nn.Module) -> Layout:
+    """The layout of a model, found by looking at its modules and checked by a run on a few tokens.
+
+    The run is made once for every configuration in a process.
 
     Raises:
-        ModelError: The architecture has no row; the message lists those that do.
+        ModelError: The model is not a causal language model, or what was found does not reproduce its logits.
     """
-    if isinstance(model_or_config, str):
-        model_type = model_or_config
-    else:
-        config = getattr(model_or_config, "config", model_or_config)
-        model_type = str(getattr(config, "model_type", type(model_or_config).__name__))
-    row = ARCHITECTURES.get(model_type)
-    if row is None:
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_output_embeddings"):
         raise ModelError(
-            f"The architecture {model_type!r} is not supported yet; supported are "
-            f"{', '.join(sorted(ARCHITECTURES))}. A new one is a row in rco/models/layout.py."
+            f"{type(model).__name__} is not a causal language model of transformers; pass one, such as the result "
+            "of AutoModelForCausalLM.from_pretrained."
         )
-    return row
+    text = text_config(config)
+    model_type = str(config.model_type)
+    head_name, head = _output_layer(model)
+    if not isinstance(head, nn.Linear) and not hasattr(head, "selected_weight"):
+        raise ModelError(
+            f"The output layer {head_name} of {type(model).__name__} is a {type(head).__name__}; only linear ones "
+            "are supported."
+        )
+    depth = next((getattr(text, name) for name in _DEPTHS if isinstance(getattr(text, name, None), int)), 0)
+    parameter = head.weight
+    assert isinstance(parameter, Tensor)
+    key = f"{type(model).__qualname__} {parameter.device.type} {parameter.dtype} {_as_text(config)}"
+    if key not in _checked:
+        _checked[key] = check_tail(model, head, _candidate_lists(model, depth), text)
+    tail = _checked[key]
+    blocks = cast(nn.ModuleList, _get(model, tail.blocks, model_type))
+    kept = inspect_blocks(blocks)
+    paths: dict[str, None] = {}
+    for block in blocks:
+        for path, module in block.named_modules():
+            _refuse_packed(f"{tail.blocks}.N.{path}", module)
+            if path not in kept and is_linear(module):
+                paths[path] = None
+    inside = f"{tail.stack}." if tail.stack else ""
+    outer = [
+        name
+        for name, module in model.named_modules()
+        if is_linear(module)
+        and module is not head
+        and name.startswith(inside)
+        and name in tail.outer
+        and not name.startswith(f"{tail.blocks}.")
+    ]
+    return Layout(
+        model_type=model_type,
+        backbone=tail.stack,
+        block_list=tail.blocks.removeprefix(inside),
+        linear_paths=tuple(paths),
+        outer_paths=tuple(outer),
+        fused_paths=FUSED.get(model_type),
+        kept=kept,
+        tail=tail,
+    )
+
+
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+
+
+def _as_text(config: Any) -> str:
+    described = config.to_dict()
+    described.pop("_name_or_path", None)
+    return json.dumps(described, sort_keys=True, default=str)
+
+
+def _candidate_lists(model: nn.Module, depth: int) -> list[str]:
+    """Lists that may hold the blocks, the likeliest first: of the configured depth, with the most weights."""
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and any(p.ndim > 1 for p in module.parameters())
+    }
+    outermost = [
+        name for name in lists if not any(name.startswith(f"{other}.") for other in lists if other != name)
+    ]
+
+    def rank(name: str) -> tuple[bool, int]:
+        return len(lists[name]) != depth, -sum(p.numel() for p in lists[name].parameters())
+
+    return sorted(outermost, key=rank)
+
+
+def _refuse_packed(name: str, module: nn.Module) -> None:
+    weight = getattr(module, "weight", None)
+    packed = isinstance(weight, Tensor) and weight.ndim == 2 and not weight.is_floating_point()
+    if packed or hasattr(module, "weight_packed") or hasattr(module, "qweight"):
+        raise ModelError(
+            f"{name} is a {type(module).__name__}, not a plain linear layer: the model is already quantized or "
+            "wrapped. Load the original full-precision checkpoint."
+        )

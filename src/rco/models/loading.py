@@ -1,4 +1,4 @@
-"""Loading of models: built-in names, local folders, folders of runs, Hub ids."""
+"""Loading of models: built-in names, local folders, GGUF files, folders of runs, Hub ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rco.models.checkpoint_files import file_sha256, folder_fingerprint, read_config, weight_files
 from rco.models.device_map import DeviceMap
 from rco.models.gguf_file import GGUFReader
-from rco.models.layout import ARCHITECTURES, Layout, layout_for
+from rco.models.layout import Layout, layout_for
 from rco.models.zoo import ModelError, builtin_models, find_builtin, near_matches
 from rco.requirements import find_problem, require
 
@@ -29,6 +29,7 @@ __all__ = [
     "load",
     "load_model",
     "locate_model",
+    "outline_model",
     "pick_device",
     "refuse_quantized",
     "without_progress_bars",
@@ -46,15 +47,16 @@ _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 @dataclass(eq=False)
 class LoadedModel:
-    """A causal language model ready for work: evaluation mode, no gradients, its row of the architecture table.
+    """A causal language model ready for work: evaluation mode, no gradients, its layout.
 
     Attributes:
         model: The model.
         tokenizer: Its tokenizer; None only for a model that was wrapped without one.
-        layout: Its row of the architecture table.
+        layout: Its blocks, linears and output layer.
         name: Name given by the user.
         path: Its folder; None for a model that was made in memory.
         gguf: Its GGUF file, if it was read from one.
+        place: Device for which a model without weights is planned.
     """
 
     model: nn.Module
@@ -64,6 +66,7 @@ class LoadedModel:
     path: Path | None
     _hash: Callable[[], str] = field(repr=False)
     gguf: Path | None = field(default=None, kw_only=True)
+    place: torch.device | None = field(default=None, kw_only=True)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -73,7 +76,7 @@ class LoadedModel:
     @property
     def device(self) -> torch.device:
         """Device of the token embedding."""
-        return self.layout.embedding(self.model).weight.device
+        return self.place or self.layout.embedding(self.model).weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,24 +92,26 @@ def load_model(
     trust_remote_code: bool = False,
     attention: str | None = None,
     device_map: DeviceMap | None = None,
+    revision: str | None = None,
 ) -> LoadedModel:
     """Load a causal language model and its tokenizer.
 
     Args:
-        name: A built-in name, a local folder, or a Hub id.
+        name: A built-in name, a local folder, a ``.gguf`` file, or a Hub id.
         dtype: ``"auto"`` keeps the type of the checkpoint (float32 if that is neither bfloat16 nor float32, so
             that nothing is rounded); or a type.
         device: ``"cpu"``, ``"cuda"``, ``"mps"``; ``"auto"`` picks the fastest available.
         trust_remote_code: Let the checkpoint run its own Python code.
         attention: Attention implementation of transformers; None for its default (sdpa, else eager).
         device_map: Divide the model among several GPUs instead of putting it on ``device``.
+        revision: Branch, tag or commit of a Hub model; None for its default branch.
 
     Raises:
         ModelError: The model cannot be found, read or used; the message has the reason and a remedy.
     """
     target = pick_device(device)
     label = str(name)
-    folder, gguf_file = locate_model(name)
+    folder, gguf_file = locate_model(name, revision=revision)
     if gguf_file is not None:
         files = [folder / gguf_file]
         keywords: dict[str, Any] = {"gguf_file": gguf_file}
@@ -126,7 +131,7 @@ def load_model(
     chosen = kept if dtype == "auto" else _as_dtype(dtype)
     if gguf_file is not None:
         # Reading the file's metadata is slow, so the config is read once and passed on.
-        keywords["config"] = _transformers().AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
+        keywords["config"] = _gguf_config(folder, gguf_file, label)
     model = _from_pretrained(folder, label, dtype=chosen, trust_remote_code=trust_remote_code, **keywords)
     for name in ("attn_implementation", "device_map", "max_memory"):
         keywords.pop(name, None)
@@ -142,6 +147,51 @@ def load_model(
 
     file = None if gguf_file is None else folder / gguf_file
     return LoadedModel(model, tokenizer, layout_for(model), label, folder, fingerprint, gguf=file)
+
+
+def _gguf_config(folder: Path, gguf_file: str, label: str) -> Any:
+    try:
+        return _transformers().AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(
+            f"transformers cannot read the GGUF file {label}: {_first_line(error)} Pass the folder of the original "
+            "model instead."
+        ) from error
+
+
+def outline_model(
+    name: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> LoadedModel:
+    """A model without weights, on the meta device, for planning; arguments as for :func:`load_model`.
+
+    Of a Hub model only the config is downloaded. A GGUF file is loaded in full.
+    """
+    folder, gguf_file = locate_model(name, weights=False, revision=revision)
+    if gguf_file is not None:
+        return load_model(name, dtype=dtype, device=device)
+    label, config = str(name), read_config(folder)
+    check_config(config, label, trust_remote_code)
+    chosen = _checkpoint_dtype(config, label) if dtype == "auto" else _as_dtype(dtype)
+    transformers = _transformers()
+    own_code = {"trust_remote_code": trust_remote_code}
+    described = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **own_code)
+    cls = _model_class(folder, transformers, trust_remote_code)
+    with torch.device("meta"):
+        if cls is transformers.AutoModelForCausalLM:
+            model = cls.from_config(described, dtype=chosen, **own_code)
+        else:
+            model = cls._from_config(described, dtype=chosen)
+    model.eval().requires_grad_(False)
+
+    def no_weights() -> str:
+        raise ModelError(f"{label} was outlined without weights, so it has no fingerprint.")
+
+    return LoadedModel(model, None, layout_for(model), label, folder, no_weights, place=pick_device(device))
 
 
 def wrap_model(model: nn.Module, tokenizer: Any = None, *, name: str = "model") -> LoadedModel:
@@ -188,8 +238,12 @@ def pick_device(device: str | torch.device) -> torch.device:
 # ---------------------------------------------------------------------- finding
 
 
-def locate_model(name: str | Path) -> tuple[Path, str | None]:
+def locate_model(
+    name: str | Path, *, weights: bool = True, revision: str | None = None
+) -> tuple[Path, str | None]:
     """Folder of a model, downloading it if it is a Hub id; and the name of its GGUF file, if it is one.
+
+    Without ``weights`` only the config of a Hub model is downloaded.
 
     A built-in name wins over a folder of the same name; write ``./name`` to mean the folder.
     """
@@ -199,25 +253,35 @@ def locate_model(name: str | Path) -> tuple[Path, str | None]:
         return builtin.locate()
     path = Path(name).expanduser()
     if path.is_dir():
-        return path.resolve(), None
-    if path.suffix == ".gguf" and path.is_file():
-        require("gguf", "Reading a GGUF file")
+        files = sorted(path.glob("*.gguf")) if not (path / "config.json").is_file() else []
+        if len(files) > 1:
+            raise ModelError(
+                f"{text} holds {len(files)} GGUF files and no config.json; pass one of them, such as {files[0]}."
+            )
+        if not files:
+            return path.resolve(), None
+        path = files[0]
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        require("gguf", f"Reading {text}")
         GGUFReader(path)  # a damaged file fails here, with the reason
         return path.resolve().parent, path.name
     if path.is_file():
-        raise ModelError(f"{text} is a file; pass the folder that holds config.json and the weights.")
+        raise ModelError(
+            f"{text} is a file; pass a .gguf file, or the folder that holds config.json and the weights."
+        )
     close = near_matches(text) if "/" not in text else []
     if close:
         raise ModelError(f"There is no model {text!r}. Did you mean {' or '.join(close)}?")
     if isinstance(name, Path) or text.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(text):
         known = ", ".join(model.name for model in builtin_models())
         raise ModelError(
-            f"There is no folder {text}. Pass a model folder, a Hub id, or a built-in name ({known})."
+            f"There is no folder or file {text}. Pass a model folder, a .gguf file, a Hub id, or a built-in name "
+            f"({known})."
         )
-    return _download(text), None
+    return _download(text, weights, revision), None
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, weights: bool = True, revision: str | None = None) -> Path:
     """A Hub model's folder in the local cache; the config comes first, so that unsupported models fail early."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -225,22 +289,33 @@ def _download(hub_id: str) -> Path:
         HfHubHTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     try:
-        folder = Path(snapshot_download(hub_id, allow_patterns=["config.json"]))
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=["config.json"]))
         check_config(read_config(folder), hub_id, trust_remote_code=True)
-        folder = Path(snapshot_download(hub_id, allow_patterns=[*_SMALL_FILES, "*.py", "*.safetensors"],
-                                        ignore_patterns=["original/*", "consolidated*"]))  # fmt: skip
+        if not weights:
+            return folder
+        folder = Path(snapshot_download(
+            hub_id, revision=revision, allow_patterns=[*_SMALL_FILES, "*.py", "*.safetensors"],
+            ignore_patterns=["original/*", "consolidated*"],
+        ))  # fmt: skip
         if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(hub_id, allow_patterns=["pytorch_model*"]))
+            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=["pytorch_model*"]))
     except GatedRepoError:
         raise ModelError(
-            f"{hub_id} is gated: accept its terms on huggingface.co, then log in with `hf auth login`."
+            f"{hub_id} is gated: accept its terms on huggingface.co, then log in with `hf auth login` or set "
+            "HF_TOKEN."
+        ) from None
+    except RevisionNotFoundError:
+        raise ModelError(
+            f"{hub_id} has no revision {revision!r}: pass a branch, a tag or a commit of it."
         ) from None
     except RepositoryNotFoundError:
         raise ModelError(
-            f"The Hub has no model {hub_id!r}, or it is private: check the spelling, or run `hf auth login`."
+            f"The Hub has no model {hub_id!r}, or it is private: check the spelling, or run `hf auth login` or "
+            "set HF_TOKEN."
         ) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, ConnectionError):
         known = ", ".join(model.name for model in builtin_models() if model.available)
@@ -255,10 +330,10 @@ def _download(hub_id: str) -> Path:
 
 
 def check_config(config: dict[str, Any], label: str, trust_remote_code: bool = False) -> None:
-    """Raise an error unless a config is that of a supported causal language model.
+    """Raise an error unless a config is that of a causal language model that transformers can build.
 
     Raises:
-        ModelError: Encoder-decoder, no language-model head, needs its own code, or not in the table.
+        ModelError: Encoder-decoder, no language-model head, needs its own code, or unknown to transformers.
     """
     architectures = [str(entry) for entry in config.get("architectures") or []]
     shown = f"{label} ({', '.join(architectures) or config['model_type']})"
@@ -268,11 +343,19 @@ def check_config(config: dict[str, Any], label: str, trust_remote_code: bool = F
             f"{shown} is not a decoder-only language model; pass one whose config names an architecture that ends "
             "in ForCausalLM."
         )
-    if "auto_map" in config and not trust_remote_code and config["model_type"] not in ARCHITECTURES:
+    known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+    if config["model_type"] in known:
+        return
+    if "auto_map" not in config:
+        version = _transformers().__version__
+        raise ModelError(
+            f"transformers {version} does not know the architecture {config['model_type']!r} of {shown}; use a "
+            "version that does."
+        )
+    if not trust_remote_code:
         raise ModelError(
             f"{shown} needs the Python code it ships; pass trust_remote_code=True if you trust it."
         )
-    layout_for(str(config["model_type"]))
 
 
 def refuse_quantized(config: Any, label: str) -> None:
@@ -345,9 +428,9 @@ def _from_pretrained(folder: Path, label: str, **keywords: Any) -> nn.Module:
     transformers = _transformers()
     try:
         with without_progress_bars(transformers):
-            model, report = _model_class(folder, transformers).from_pretrained(
-                folder, output_loading_info=True, local_files_only=True, **keywords
-            )
+            model, report = _model_class(
+                folder, transformers, keywords.get("trust_remote_code", False)
+            ).from_pretrained(folder, output_loading_info=True, local_files_only=True, **keywords)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
         raise ModelError(f"{label} could not be loaded: {_first_line(error)}") from error
     missing = sorted(report.get("missing_keys") or ())
@@ -370,7 +453,7 @@ def _unpacked(model: Any) -> nn.Module:
     return cast(nn.Module, model)
 
 
-def _model_class(folder: Path, transformers: Any) -> Any:
+def _model_class(folder: Path, transformers: Any, own_code: bool = False) -> Any:
     """The class to load with: the stock one, or the one that builds experts as configured.
 
     With counts per layer, experts are cut to size; with a precision per expert, they are built separately. A
@@ -380,7 +463,13 @@ def _model_class(folder: Path, transformers: Any) -> Any:
     text = config.get("text_config") or config
     listed, separate = text.get("num_experts_per_layer"), text.get("separate_experts")
     if not listed and not separate:
-        return transformers.AutoModelForCausalLM
+        if own_code and "auto_map" in config:
+            return transformers.AutoModelForCausalLM
+        # A checkpoint with more than a language part is loaded with the class that it names.
+        named = next(
+            (str(entry) for entry in config.get("architectures") or [] if entry.endswith(_CAUSAL)), ""
+        )
+        return getattr(transformers, named, transformers.AutoModelForCausalLM)
     from rco.models.moe.layers import MOE_ARCHITECTURES
     from rco.models.remote_code.modeling_pruned_experts import pruned_class
     from rco.models.remote_code.modeling_unfused_experts import unfused_class

@@ -47,7 +47,7 @@ _REFINE_HELP = "Most passes over the selection sequences for improving the best 
 class CompressConfig:
     """Settings of every kind of compression: output, text, search and machine."""
 
-    model: str = setting(help="Built-in name, local folder or Hub id.")
+    model: str = setting(help="Built-in name, local folder, .gguf file or Hub id.")
 
     out: Path | None = setting(
         None,
@@ -116,6 +116,11 @@ class CompressConfig:
     device_map: Literal["none", "auto", "balanced", "sequential"] = setting(
         "none", help="Spread a model over several GPUs.", panel="Machine"
     )
+    revision: str | None = setting(None, help="Branch, tag or commit of a Hub model.", panel="Machine")
+    trust_remote_code: bool = setting(
+        False, help="Run the Python code that a model ships, for models that transformers does not know.",
+        panel="Machine",
+    )  # fmt: skip
     rank_timeout: float = setting(
         30.0,
         help="Minutes to wait for a rank of torchrun that does not answer.",
@@ -271,6 +276,13 @@ class QuantizeConfig(CompressConfig):
         panel="Candidates",
     )
 
+    embeddings: bool | None = setting(
+        None,
+        help="Also choose a width for the output layer, unless it shares its weight with the embedding; default: "
+        "for `size` with `serve` any or transformers.",
+        panel="Candidates",
+    )
+
     expert_groups: Literal["expert", "projection", "layer", "layer-projection", "model"] | None = setting(
         None, help="Matrices of experts that share a width; default: those of one expert, or as `serve` needs.",
         panel="Experts",
@@ -334,6 +346,13 @@ class QuantizeConfig(CompressConfig):
         if self.prior_strength is not None:
             return self.prior_strength
         return 1.0 if self.prior == "weight-error" else _STRENGTH
+
+    @property
+    def packs_head(self) -> bool:
+        """Whether the output layer is a group, default resolved."""
+        if self.embeddings is not None:
+            return self.embeddings
+        return self.size is not None and self.serve in ("any", "transformers")
 
     @property
     def mixes(self) -> list[str]:
@@ -601,6 +620,7 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
             )
         return named[0]
 
+    @property
     @property
     def mixes(self) -> list[str]:
         """Names that may be mixtures of llama.cpp: sizes and methods."""

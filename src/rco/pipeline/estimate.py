@@ -13,7 +13,7 @@ from torch import Tensor
 from rco.compression.compression import Compression, Residency
 from rco.compression.memory import SearchMemory, search_memory
 from rco.compression.plan import CompressionPlan
-from rco.models.capture import block_kinds, lone_block
+from rco.models.capture import LoneBlockError, block_kinds, lone_block
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.linears import ExpertLinear, model_linears
@@ -120,7 +120,7 @@ def choose_residency(
             "`memory='offload'` streams to one GPU, but this model is spread over several devices; leave "
             "`memory` out to keep every linear's candidates on its device."
         )
-    if loaded.device.type != "cuda" or len(devices) > 1:
+    if loaded.device.type != "cuda" or len(devices) > 1 or loaded.place is not None:
         return "resident", needed(False)
     resident, offload = needed(False), needed(True)
     if asked != "auto":
@@ -188,14 +188,30 @@ def _candidate_passes(compression: Compression, config: Any) -> float:
 def forward_seconds(loaded: LoadedModel, dtype: torch.dtype, length: int) -> float:
     """Time of one forward pass over a sequence in ``dtype``; a backward takes about twice that.
 
-    One block of every kind is timed; the output layer is assumed to run at the same rate.
+    One block of every kind is timed; the output layer is assumed to run at the same rate. Without weights, or where
+    a block cannot be run alone, all linears are assumed to run at the rate of one product.
     """
-    blocks = sum(
-        count * _block_seconds(loaded, index, dtype, length)
-        for index, count in block_kinds(loaded.model, loaded.layout)
-    )
+    products = loaded.layout.head(loaded.model).weight.numel() + _weights_per_token(loaded)
+    if loaded.place is not None:
+        return 2 * products * length * _seconds_per_operation(loaded.place, dtype)
+    try:
+        blocks = sum(
+            count * _block_seconds(loaded, index, dtype, length)
+            for index, count in block_kinds(loaded.model, loaded.layout)
+        )
+    except LoneBlockError:
+        return 2 * products * length * _seconds_per_operation(loaded.device, dtype)
     head = loaded.layout.head(loaded.model).weight
     return blocks * length * (1 + head.numel() / _weights_per_token(loaded))
+
+
+def _seconds_per_operation(device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds of one multiplication or addition in a product of matrices of moderate size."""
+    rows, width = 64, 2048
+    left = torch.ones(rows, width, dtype=dtype, device=device)
+    right = torch.ones(width, width, dtype=dtype, device=device)
+    best = min(_seconds(lambda: left @ right, device) for _ in range(_REPEATS))
+    return best / (2 * rows * width * width)
 
 
 @torch.no_grad()

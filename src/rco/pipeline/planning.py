@@ -34,10 +34,10 @@ from rco.models.checkpoint_files import read_config
 from rco.models.device_map import DeviceMap
 from rco.models.gguf_conversion import ensure_gguf
 from rco.models.layout import LinearInfo
-from rco.models.loading import LoadedModel, load_model, locate_model, refuse_quantized
+from rco.models.loading import LoadedModel, load_model, locate_model, outline_model, refuse_quantized
 from rco.models.moe.expert_removal import keep_plan
 from rco.models.moe.layers import moe_layers
-from rco.models.moe.linears import model_linears
+from rco.models.moe.linears import model_linears, sparse_layers, unread_experts
 from rco.models.precision import compute_dtype
 from rco.pipeline.checkpoints import check_format, check_recipe
 from rco.pipeline.configs import CompressConfig, PruneConfig, QuantizeConfig
@@ -101,6 +101,8 @@ def plan_compression(
     progress: Progress | None = None,
     ranks: Ranks | None = None,
     given: LoadedModel | None = None,
+    *,
+    outline: bool = False,
 ) -> Planned:
     """Load the model, make groups and problem, and check all settings before expensive work.
 
@@ -109,11 +111,15 @@ def plan_compression(
         progress: Receives the progress of candidates or scores.
         ranks: Processes that share the work.
         given: A model in memory, instead of the one named in ``config``.
+        outline: Plan without the model's weights, from its config alone, unless the budget depends on them.
     """
     budget = Budget.parse(**config.budgets())
     configured_searcher(config)
     _check_sources(config)
     ranks = ranks or Ranks()
+    weightless = budget.kind != "active_bits" and getattr(config, "engine", None) != "gguf"
+    if outline and given is None and weightless:
+        given = _outline(config)
     loaded = _load(config, ranks, given)
     folder = run_folder(config, budget)
     computing = compute_dtype(config.compute, loaded.device, loaded.dtype)
@@ -151,7 +157,7 @@ def plan_compression(
 def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
     """Groups and options of a loaded model."""
     if isinstance(config, PruneConfig):
-        moe_layers(loaded.model)  # raises for a model without experts, naming architectures that have them
+        _check_removable(loaded)
         return make_removal_plan(model_linears(loaded.layout, loaded.model), config.lock)
     assert isinstance(config, QuantizeConfig)
     engine = find_engine(config.engine)
@@ -164,6 +170,8 @@ def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
             f"`types`, `imatrix` and `method='imatrix'` are for GGUF files: add `format='gguf'`, got "
             f"`serve='{engine.name}'`."
         )
+    if config.allow_prune and sparse_layers(loaded.model):
+        _check_removable(loaded)
     if engine.gguf and config.group_size is not None:
         raise ValueError(
             f"`serve='{engine.name}'`: a block type has its own groups (16 or 32 weights); leave out "
@@ -181,8 +189,17 @@ def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
         ties=config.tie,
         experts=_expert_groups(config),
         allow_prune=config.allow_prune,
+        embeddings=config.packs_head,
         gguf=GGUFFile.of(loaded.layout, loaded.model) if engine.gguf else None,
+        unread=unread_experts(loaded.model),
+        unpackable=loaded.layout.unpackable(loaded.model),
     )
+
+
+def _check_removable(loaded: LoadedModel) -> None:
+    """Raise for a model without experts, or with routers whose rule is not known."""
+    for layer in moe_layers(loaded.model):
+        _ = layer.known_rule
 
 
 def _plan_gguf(config: QuantizeConfig, loaded: LoadedModel, linears: Sequence[LinearInfo]) -> CompressionPlan:
@@ -290,7 +307,7 @@ def _load(config: CompressConfig, ranks: Ranks, given: LoadedModel | None) -> Lo
         return given
     if config.device_map != "none" and config.device != "cuda":
         raise ValueError(f"`device_map` spreads a model over GPUs: add `device='cuda'`, got {config.device}.")
-    folder, gguf = locate_model(config.model)
+    folder, gguf = locate_model(config.model, revision=config.revision)
     if gguf is None:
         refuse_quantized(read_config(folder), config.model)
     device_map = None if config.device_map == "none" else DeviceMap(config.device_map, ranks.gpus)
@@ -299,7 +316,22 @@ def _load(config: CompressConfig, ranks: Ranks, given: LoadedModel | None) -> Lo
         dtype=config.dtype,
         device=ranks.device(config.device, device_map is not None),
         device_map=device_map,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
     )
+
+
+def _outline(config: CompressConfig) -> LoadedModel:
+    """The model without its weights."""
+    outlined = outline_model(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+    )
+    refuse_quantized(outlined.model.config, config.model)
+    return outlined
 
 
 def _needed_visits(

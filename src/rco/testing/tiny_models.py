@@ -1,4 +1,4 @@
-"""Random models of a few thousand weights: one for every row of the architecture table, and mixtures of experts.
+"""Random models of a few thousand weights: one for every architecture, and mixtures of experts.
 
 For tests, benchmarks and trying out a new row: the structure is real, the weights are random.
 """
@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rco.models.layout import layout_for
 from rco.models.moe.layers import MoELayer
 from rco.models.zoo import find_builtin
 
@@ -21,6 +20,7 @@ __all__ = [
     "random_keep",
     "save_tiny",
     "tiny_config",
+    "tiny_image_model",
     "tiny_model",
     "tiny_moe",
     "tiny_tokens",
@@ -50,6 +50,7 @@ _LATENT: dict[str, Any] = {
     "head_dim": 4,
 }  # fmt: skip
 
+_ORDINARY = ("llama", "qwen2", "qwen3", "mistral", "olmo", "phi3", "smollm3", "olmo2", "gemma3")
 # Settings of each architecture beyond or instead of the common ones; None removes a setting.
 _OWN: dict[str, dict[str, Any]] = {
     "gemma2": {**_GEMMA, "final_logit_softcapping": 3.0},
@@ -79,11 +80,73 @@ _OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Small sizes by the field's name, for architectures without settings above; a field that a configuration lacks is
+# left out.
+_SIZES: dict[str, Any] = {
+    **_COMMON,
+    "d_model": 32, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "n_ctx": 128, "n_inner": 48,
+    "n_layers": 3, "n_heads": 4, "num_layers": 3, "num_heads": 4, "max_seq_len": 128, "model_max_length": 128,
+    "embedding_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "ffn_hidden_size": 48, "dff": 48,
+    "dim_head": 8, "dim_ff": 48, "kv_channels": 8, "rotary_dim": 4,
+    "decoder_layers": 3, "decoder_ffn_dim": 48, "decoder_attention_heads": 4,
+    "encoder_layers": 1, "encoder_ffn_dim": 48, "encoder_attention_heads": 4,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2,
+    "moe_intermediate_size": 16, "expert_ffn_hidden_size": 16, "shared_expert_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16, "o_lora_rank": 8, "o_groups": 2, "hc_lowrank": 8, "laurel_rank": 4,
+    "shared_intermediate_size": 16, "dense_intermediate_size": 48, "router_hidden_size": 16, "zero_expert_num": 2,
+    "num_shared_experts": 1, "n_shared_experts": 1, "moe_num_shared_experts": 1,
+    "first_k_dense_replace": 1, "num_dense_layers": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+    "n_group": 2, "topk_group": 1, "num_expert_group": 2, "num_nextn_predict_layers": 0,
+    "kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "index_topk": 4, "index_head_dim": 8, "index_n_heads": 2,
+    "sliding_window": 8, "sliding_window_size": 8, "attention_window_size": 8, "query_pre_attn_scalar": 8,
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "d_rel": 4, "rel_extent": 16,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_head_dim": 8, "linear_num_heads": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2,
+    "mamba_dt_rank": 4, "mamba_chunk_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_d_ssm": 64,
+    "state_size": 8, "ssm_state_size": 8, "time_step_rank": 4, "chunk_size": 8, "n_groups": 1,
+    "lru_width": 32, "attention_hidden_size": 32, "block_size": 8,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96, "type_vocab_size": 2,
+    "dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+_WIDE_KEYS = {"num_key_value_heads": 4, "head_dim": 4}
+_SIZED_BY_HAND: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        (
+            "axk1",
+            "axk2",
+            "deepseek_v32",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
+            "longcat_flash",
+            "minicpm3",
+            "youtu",
+        ),
+        _WIDE_KEYS,
+    ),
+    "falcon": {"head_dim": None},
+    "gemma3n_text": {
+        "num_hidden_layers": 5, "num_kv_shared_layers": 1, "intermediate_size": [48] * 5,
+        "activation_sparsity_pattern": [0.0] * 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] + ["full_attention"] * 2,
+    },
+    "gpt_neo": {"attention_types": [[["global"], 3]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "xlstm": {"v_head_dim": None},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+
+
 def tiny_config(model_type: str, **changes: Any) -> Any:
-    """A small configuration of a supported architecture; ``changes`` override its fields."""
+    """A small configuration of an architecture; ``changes`` override its fields."""
     from transformers import AutoConfig
 
-    layout_for(model_type)  # an unknown name fails with the list of known ones
+    if model_type not in _ORDINARY and model_type not in _OWN:
+        return _sized_config(model_type, changes)
     settings = {**_COMMON, **_OWN.get(model_type, {}), **changes}
     settings = {key: value for key, value in settings.items() if value is not None}
     if model_type == "gpt2":
@@ -104,6 +167,21 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     return AutoConfig.for_model(model_type, **settings)
 
 
+def _sized_config(model_type: str, changes: dict[str, Any]) -> Any:
+    """A configuration whose known fields have small values."""
+    from transformers import AutoConfig
+
+    text = AutoConfig.for_model(model_type).get_text_config()
+    # Only the sizes that the configuration has: an unknown field would become an attribute that means nothing.
+    listed = {name for cls in type(text).__mro__ for name in vars(cls).get("__annotations__", {})}
+    known = {name for name in _SIZES if name in listed or name in text.to_dict()}
+    present = {name: value for name, value in _SIZES.items() if name in known}
+    special = {name: value for name, value in _COMMON.items() if name.endswith("_token_id")}
+    settings = {**special, **present, **_SIZED_BY_HAND.get(model_type, {}), **changes}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    return AutoConfig.for_model(model_type, **settings)
+
+
 def tiny_model(
     model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> nn.Module:
@@ -120,6 +198,23 @@ def tiny_model(
                 # Wide enough that norms, biases, routers and softcaps all matter to the output.
                 scale = 0.3 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.1
                 parameter.add_(torch.randn_like(parameter) * scale)
+    return model.eval().requires_grad_(False)
+
+
+def tiny_image_model(*, seed: int = 0) -> nn.Module:
+    """A random model with a language part and a vision part (Qwen3.5), in evaluation mode."""
+    import transformers
+
+    vision = {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+        "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16,
+    }  # fmt: skip
+    text = _sized_config("qwen3_5_text", {}).to_dict()
+    config = transformers.AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        build: Any = transformers.Qwen3_5ForConditionalGeneration
+        model: nn.Module = build(config)
     return model.eval().requires_grad_(False)
 
 

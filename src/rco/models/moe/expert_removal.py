@@ -78,11 +78,11 @@ def keep_plan(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> KeepPlan:
     layers = moe_layers(model)
     masks = split_keep(layers, keep)
     kept = tuple(tuple(mask.nonzero().squeeze(-1).tolist()) for mask in masks)
-    grouped = any(layer.rule.grouped for layer in layers)
+    grouped = any(layer.known_rule.grouped for layer in layers)
     sizes = None
     if grouped:
         sizes = tuple(
-            tuple(int(part.sum()) for part in torch.split(mask, list(layer.rule.group_sizes)))
+            tuple(int(part.sum()) for part in torch.split(mask, list(layer.known_rule.group_sizes)))
             for layer, mask in zip(layers, masks, strict=True)
         )
     return KeepPlan(kept, sizes, _stock_obstacle(layers, kept, sizes), _pad_obstacle(layers, sizes))
@@ -201,7 +201,7 @@ def _take(layer: MoELayer, slots: Tensor) -> None:
 
 def _drop_idle_groups(text: Any, layers: Sequence[MoELayer]) -> None:
     """Merge groups that a token may all use into one, which has no divisibility constraint."""
-    if any(layer.rule.grouped for layer in layers) or getattr(text, "n_group", None) in (None, 1):
+    if any(layer.known_rule.grouped for layer in layers) or getattr(text, "n_group", None) in (None, 1):
         return
     text.n_group = text.topk_group = 1
     for layer in layers:
@@ -211,7 +211,10 @@ def _drop_idle_groups(text: Any, layers: Sequence[MoELayer]) -> None:
 def _short(layer: MoELayer, sizes: Sequence[int]) -> bool:
     """Whether some choice of groups could hold fewer experts than the router picks."""
     alive = sorted(size for size in sizes if size)
-    return len(alive) < layer.rule.chosen_groups or sum(alive[: layer.rule.chosen_groups]) < layer.top_k
+    return (
+        len(alive) < layer.known_rule.chosen_groups
+        or sum(alive[: layer.known_rule.chosen_groups]) < layer.top_k
+    )
 
 
 def _stock_obstacle(
@@ -224,7 +227,7 @@ def _stock_obstacle(
         return None
     if len({size for layer in sizes for size in layer}) > 1:
         return "groups keep different numbers of experts, and a stock group-limited router supports one size"
-    if layers[0].rule.score == "sigmoid" and sizes[0][0] < 2:
+    if layers[0].known_rule.score == "sigmoid" and sizes[0][0] < 2:
         return "groups keep one expert each, and the stock router ranks a group by its two best"
     if any(_short(layer, s) for layer, s in zip(layers, sizes, strict=True)):
         return "the groups that a token may use hold fewer experts than its router picks"
@@ -243,7 +246,7 @@ def _pad_obstacle(layers: Sequence[MoELayer], sizes: Sequence[Sequence[int]] | N
     if sizes is None:
         return None
     for layer, layer_sizes in zip(layers, sizes, strict=True):
-        if layer.rule.score == "sigmoid" and 1 in layer_sizes:
+        if layer.known_rule.score == "sigmoid" and 1 in layer_sizes:
             return (
                 f"{layer.name} keeps a single expert in a group, and a stock router ranks a group by its two best, "
                 "one of which would be padding; keep two or none"

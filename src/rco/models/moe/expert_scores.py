@@ -13,9 +13,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from rco.models.moe.decisions import watch_decisions
 from rco.models.moe.expert_pairs import ExpertPairs, expert_weights, pair_outputs
 from rco.models.moe.layers import MoELayer, moe_layers
-from rco.models.moe.routing import route
+from rco.models.moe.routing import Routing, route
 
 __all__ = ["ExpertScores", "ScoreName", "collect_expert_scores", "count_visits"]
 
@@ -130,7 +131,7 @@ def collect_expert_scores(
             hidden = args[0].reshape(-1, args[0].shape[-1])
             chosen = None if mask is None else mask.reshape(-1).to(hidden.device)
             hidden = hidden if chosen is None else hidden[chosen]
-            routing = route(layer.rule, layer.logits(hidden), layer.correction)
+            routing = route(layer.known_rule, layer.logits(hidden), layer.correction)
             pairs = ExpertPairs.build(routing.indices, layer.num_experts)
             norms = pairs.unsort(pair_outputs(hidden, pairs, weights).float().norm(dim=-1))
             share = routing.mass / routing.mass.sum(dim=-1, keepdim=True)
@@ -165,18 +166,16 @@ def count_visits(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> 
     counts = [torch.zeros(layer.num_experts, dtype=torch.int64, device=device) for layer in layers]
     chosen = torch.zeros(0)
 
-    def watch(layer: MoELayer) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def before_block(_: nn.Module, args: tuple[Any, ...]) -> None:
-            hidden = args[0].reshape(-1, args[0].shape[-1])[chosen]
-            routing = route(layer.rule, layer.logits(hidden), layer.correction)
+    def watch(layer: MoELayer) -> Callable[[Tensor, Routing], None]:
+        def note(_: Tensor, routing: Routing) -> None:
             visited = routing.indices[routing.weights != 0]
             counts[layer.index] += torch.bincount(visited, minlength=layer.num_experts).to(device)
 
-        return before_block
+        return note
 
     with ExitStack() as undo:
         for layer in layers:
-            undo.callback(layer.block.register_forward_pre_hook(watch(layer)).remove)
+            undo.enter_context(watch_decisions(layer, watch(layer), lambda: chosen))
         for tokens, mask in batches:
             chosen = mask.reshape(-1).to(device)
             model(tokens.to(device), use_cache=False)

@@ -21,12 +21,13 @@ from torch.func import functional_call
 from rco.formats.base import Stored
 from rco.losses import Head, chunked_cross_entropy, sample_tokens
 from rco.models.loading import LoadedModel
+from rco.models.moe.decisions import watch_decisions
 from rco.models.moe.expert_pairs import ExpertPairs, ExpertWeights, expert_weights, routed_tokens
 from rco.models.moe.gates import ExpertGates
 from rco.models.moe.grouped import grouped_linear, grouped_outer
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import original_stacks
-from rco.models.moe.routing import route
+from rco.models.moe.routing import Routing
 from rco.models.moe.switchable_experts import ExpertOptions, PlacedChoices
 
 __all__ = ["ExpertHessians", "SharedOptions", "expert_sensitivity", "layer_output_errors"]
@@ -60,11 +61,9 @@ class ExpertHessians:
         self.added = torch.zeros(count, dtype=torch.int64, device=device)
 
     @torch.no_grad()
-    def add(self, hidden: Tensor) -> None:
-        """Add a batch of the states (..., width) that enter the layer's sparse block."""
+    def add(self, flat: Tensor, routing: Routing) -> None:
+        """Add a batch of states (tokens, width) of the layer with their routing."""
         layer = self.layer
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        routing = route(layer.rule, layer.logits(flat), layer.correction)
         routed = torch.zeros_like(routing.mass, dtype=torch.bool)
         routed.scatter_(1, routing.indices, routing.weights != 0)
         extra = self._extra(routed, routing.mass)
@@ -93,7 +92,7 @@ class ExpertHessians:
         tokens = routed.shape[0]
         quota = min(tokens, math.ceil(self._minimum * tokens / self._total))
         none = torch.zeros_like(routed)
-        if quota == 0:
+        if quota == 0 or self.layer.rule is None:  # without a rule, the scores of other tokens are not known
             return none
         short = quota - routed.sum(dim=0)
         # Routed tokens come last, so that the best of the others are taken.
@@ -173,32 +172,30 @@ def layer_output_errors(
     chosen = torch.zeros(0)
     device = next(model.parameters()).device
 
-    def watch(index: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def before_block(_: nn.Module, args: tuple[Any, ...]) -> None:
-            hidden = args[0].reshape(-1, args[0].shape[-1])[chosen]
+    def watch(index: int) -> Callable[[Tensor, Routing], None]:
+        def note(hidden: Tensor, routing: Routing) -> None:
             if index in options:
-                totals[index] += _changes(options[index], hidden).cpu()
+                totals[index] += _changes(options[index], hidden, routing).cpu()
             if index in shared:
                 for name, squares in shared[index].changes(hidden).items():
                     known = shared_totals[index].get(name)
                     shared_totals[index][name] = squares.cpu() if known is None else known + squares.cpu()
 
-        return before_block
+        return note
 
     with ExitStack() as undo:
         for index in options.keys() | shared.keys():
             layer = options[index].layer if index in options else shared[index].layer
-            undo.callback(layer.block.register_forward_pre_hook(watch(index)).remove)
+            undo.enter_context(watch_decisions(layer, watch(index), lambda: chosen))
         for tokens, mask in batches:
             chosen = mask.reshape(-1).to(device)
             model(tokens.to(device), use_cache=False)
     return totals, shared_totals
 
 
-def _changes(options: ExpertOptions, hidden: Tensor) -> Tensor:
+def _changes(options: ExpertOptions, hidden: Tensor, routing: Routing) -> Tensor:
     """(experts, 3, K) squared norms on some tokens."""
     layer = options.layer
-    routing = route(layer.rule, layer.logits(hidden), layer.correction)
     pairs = ExpertPairs.build(routing.indices, layer.num_experts)
     weight = routing.weights.reshape(-1)[pairs.order].double()
     seen = hidden.index_select(0, pairs.tokens)

@@ -57,7 +57,7 @@ class ExpertGates:
         self.layers = tuple(layers)
         self.counts = tuple(layer.num_experts for layer in self.layers)
         self.mode = mode
-        self.devices = [next(layer.router.parameters()).device for layer in self.layers]
+        self.devices = [next(layer.experts.parameters()).device for layer in self.layers]
         on_host = all(place.type == "cpu" for place in self.devices)
         self.probe_buffer = ProbeBuffer(len(self.layers), always_counted=on_host)
         self._gates = [_LayerGates(layer, mode, self.probe_buffer) for layer in self.layers]
@@ -248,7 +248,7 @@ class _LayerGates:
         flat = hidden.reshape(-1, hidden.shape[-1])
         logits = layer.logits(flat)
         keep = self.keep if self.mode == "deployed" else None
-        routing = route(layer.rule, logits, layer.correction, keep)
+        routing = route(layer.known_rule, logits, layer.correction, keep)
         weights = routing.weights
         if layer.architecture.casts_weights:
             weights = weights.to(logits.dtype)
@@ -289,7 +289,7 @@ class _LayerGates:
             return self.probe_buffer.reserve(layer.index, tokens, layer.top_k, kept, pruned, needed)
 
         probes = RoutingProbes.find(
-            layer.rule, routing, layer.correction, keep, None if self.probe_buffer.counted else reserve
+            layer.known_rule, routing, layer.correction, keep, None if self.probe_buffer.counted else reserve
         )
         changes = probes.changes(real, ask(probes.tokens, probes.experts))
         return (changes.square() if self.squares else changes).sum(dim=0)
@@ -339,4 +339,4 @@ def _unfused_forward(gates: _LayerGates) -> Callable[[Tensor], Any]:
 
 
 def _is_double(layer: MoELayer) -> bool:
-    return next(layer.router.parameters()).dtype == torch.float64
+    return next(layer.experts.parameters()).dtype == torch.float64

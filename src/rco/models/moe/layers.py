@@ -1,7 +1,8 @@
-"""Mixture-of-experts architectures: one table row each, one view of a layer over all of them.
+"""Mixture-of-experts layers: one view of a layer for every architecture.
 
 Everything else that deals with experts (gates, scores, physical pruning, export) takes the location of
 routers and experts and the routing rule from this module; no other module refers to an architecture by name.
+Architectures without a table row are read off the module tree (:mod:`rco.models.moe.finding`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class UnsupportedMoEError(ValueError):
 
 @dataclass(frozen=True)
 class MoEArchitecture:
-    """Location of the experts and routing rule of one architecture.
+    """Location of the experts and routing rule of one architecture: a table row, or found in a model.
 
     Attributes:
         model_type: ``config.model_type`` of the (text) model.
@@ -129,8 +130,9 @@ class MoELayer:
         router: Its router.
         experts: Its experts: one module with 3-D tensors (fused) or an ``nn.ModuleList`` (unfused).
         num_experts: Experts in this layer.
-        rule: The router's rule from logits to choice and weights.
-        architecture: The table row.
+        rule: The router's rule from logits to choice and weights; None if it is not known.
+        architecture: The table row, or what was found in the model.
+        picked: Experts that each token visits, where the rule is not known.
     """
 
     index: int
@@ -140,13 +142,29 @@ class MoELayer:
     router: nn.Module
     experts: nn.Module
     num_experts: int
-    rule: RoutingRule
+    rule: RoutingRule | None
     architecture: MoEArchitecture
+    picked: int = 0
 
     @property
     def top_k(self) -> int:
         """Experts that each token visits; also the fewest that a layer may keep."""
-        return self.rule.top_k
+        return self.picked if self.rule is None else self.rule.top_k
+
+    @property
+    def known_rule(self) -> RoutingRule:
+        """The router's rule.
+
+        Raises:
+            UnsupportedMoEError: The rule is not known, so experts can be quantized but not removed or scored.
+        """
+        if self.rule is None:
+            raise UnsupportedMoEError(
+                f"The routing rule of {self.name} ({self.architecture.model_type}) is not known: its experts can "
+                "be quantized, but not removed or scored. Rules are known for "
+                f"{', '.join(sorted(MOE_ARCHITECTURES))}."
+            )
+        return self.rule
 
     @property
     def routing(self) -> RoutingKind:
@@ -212,8 +230,19 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
         UnsupportedMoEError: The architecture is unknown, or no layer of the model has experts.
     """
     config: Any = model.config
-    row = moe_architecture(config)
     text = text_config(config)
+    if text.model_type not in MOE_ARCHITECTURES:
+        from rco.models.moe.finding import find_layers
+
+        layers, unread = find_layers(model)
+        if not layers:
+            reason = f": {unread[0].reason}" if unread else ""
+            raise UnsupportedMoEError(
+                f"This {text.model_type} model has no experts that can be compressed{reason}; pass a mixture of "
+                f"experts, such as {', '.join(sorted(MOE_ARCHITECTURES))}."
+            )
+        return layers
+    row = moe_architecture(config)
     found: list[MoELayer] = []
     for name, block in model.named_modules():
         router, experts = getattr(block, row.router, None), getattr(block, row.experts, None)

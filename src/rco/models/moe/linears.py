@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rco.models.embeddings import embedding_info
 from rco.models.layout import Layout, LinearInfo, text_config
+from rco.models.moe.finding import UnreadExperts, find_layers
 from rco.models.moe.layers import MOE_ARCHITECTURES, MoELayer, moe_layers
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "original_stacks",
     "sparse_layers",
     "stacked_parameters",
+    "unread_experts",
 ]
 
 Projection = Literal["gate", "up", "down"]
@@ -87,7 +89,13 @@ def sparse_layers(model: nn.Module) -> list[MoELayer]:
     """The sparse layers of a model; none for a dense one."""
     config: Any = model.config
     text = text_config(config)
-    return moe_layers(model) if text.model_type in MOE_ARCHITECTURES else []
+    return moe_layers(model) if text.model_type in MOE_ARCHITECTURES else find_layers(model)[0]
+
+
+def unread_experts(model: nn.Module) -> list[UnreadExperts]:
+    """Stacked matrices that could not be verified, and are left unchanged."""
+    config: Any = model.config
+    return [] if text_config(config).model_type in MOE_ARCHITECTURES else find_layers(model)[1]
 
 
 def original_stacks(layer: MoELayer) -> tuple[Tensor, Tensor]:
@@ -168,13 +176,16 @@ def model_linears(
     linears = layout.linears(model, include_head=include_head)
     if include_embedding:
         linears.append(embedding_info(layout, model))
-    layers = {layer.decoder_index: layer for layer in sparse_layers(model)}
+    layers = sparse_layers(model)
     if not layers:
         return linears
     blocks: dict[int | None, list[LinearInfo]] = {}
     for info in linears:
         blocks.setdefault(info.block, []).append(info)
-    for block, layer in layers.items():
-        blocks.setdefault(block, []).extend(expert_linears(layer))
+    for layer in layers:
+        blocks.setdefault(layer.decoder_index, []).extend(expert_linears(layer))
     numbers = sorted(block for block in blocks if block is not None)
-    return [info for block in numbers for info in blocks[block]] + blocks.get(None, [])
+    outside = blocks.get(None, [])
+    outer = [info for info in outside if info.role == "outer"]
+    ends = [info for info in outside if info.role != "outer"]
+    return [*outer, *(info for block in numbers for info in blocks[block]), *ends]
