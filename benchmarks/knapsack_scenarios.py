@@ -129,7 +129,7 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def make_instance(name: str, index: int, seed: int = 0, sense: Literal["==", "<="] = "==") -> Instance:
+def make_instance(name: str, index: int, seed: int = 0, sense: Literal["==", "<="] | None = None) -> Instance:
     """Instance ``index`` of a scenario; the same arguments always give the same instance."""
     if name not in SCENARIOS:
         raise ValueError(f"No scenario is called {name!r}; there are {', '.join(SCENARIOS)}.")
@@ -143,7 +143,9 @@ def make_instance(name: str, index: int, seed: int = 0, sense: Literal["==", "<=
     return Instance(name, index, problem, np.ascontiguousarray(values, dtype=np.float64))
 
 
-def stack(instances: list[Instance], sense: Literal["==", "<="]) -> tuple[AllocationProblem, np.ndarray]:
+def stack(
+    instances: list[Instance], sense: Literal["==", "<="] | None
+) -> tuple[AllocationProblem, np.ndarray]:
     """Instances as the blocks of one problem: separable budgets run side by side on one manifold."""
     costs = np.concatenate([instance.problem.directions[0] for instance in instances])
     weights = np.concatenate([instance.problem.weights for instance in instances])

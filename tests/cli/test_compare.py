@@ -143,7 +143,7 @@ def test_bad_requests_are_refused_before_any_work(run, tmp_path, random_llama, t
         (["--methods=rco"], "one kind of budget"),
         (["--bits=2.5", "--sweep"], "two different budgets"),
         (["--bits=2.5,many", "--sweep"], "many"),
-        (["--size=1GB", "--sweep"], "--sweep needs --bits"),
+        (["--size=1GB", "--sweep"], "--sweep needs two different budgets in --size"),
         (["--bits=2.5,3.0", "--sweep", "--sweep-budgets=1"], "--sweep-budgets must be at least 2"),
         (["--bits=2.5,1.5", "--methods=rco"], "must lie between"),
     ):

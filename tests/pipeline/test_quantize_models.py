@@ -177,6 +177,7 @@ def test_a_size_is_the_size_of_the_files(tmp_path):
         asked = round(lowest + share * (highest - lowest))
         out = tmp_path / f"run{share}"
         command = ["quantize", str(folder), "--size", str(asked), "--out", str(out), *QUICK, "--method=rtn"]
+        command += ["--no-embeddings"]  # an output layer of this size leaves gaps between totals
         assert main(command) == 0
         written = sum(os.path.getsize(path) for path in (out / "model").glob("*.safetensors"))
         assert asked * 0.97 < written <= asked

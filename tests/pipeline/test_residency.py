@@ -26,7 +26,7 @@ def choose(monkeypatch):
         places = [torch.device(device) for device in devices]
         parameters = [SimpleNamespace(device=place) for place in places]
         model = SimpleNamespace(parameters=lambda: iter(parameters))
-        loaded = SimpleNamespace(device=places[0], dtype=torch.bfloat16, model=model)
+        loaded = SimpleNamespace(device=places[0], dtype=torch.bfloat16, model=model, place=None)
         monkeypatch.setattr(estimate, "search_memory", lambda *_, offload, **__: needs(offload))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free * GIB), 141 * GIB))
         config = QuantizeConfig(model="any", bits="3", **settings)

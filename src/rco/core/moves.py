@@ -12,6 +12,7 @@ __all__ = [
     "cost_changes",
     "fill_upwards",
     "fitting_switches",
+    "is_spent",
     "layer_order",
     "repaired",
     "spend",
@@ -53,9 +54,7 @@ def spend(problem: AllocationProblem, choices: np.ndarray, values: np.ndarray) -
     choices = choices.copy()
     groups = np.arange(problem.num_groups)
     while True:
-        change = cost_changes(problem, choices)
-        costlier = (change >= 0).all(axis=0) & (change > 0).any(axis=0)
-        possible = costlier & problem.allowed & fitting_switches(problem, choices)
+        possible = _affordable(problem, choices)
         if not possible.any():
             return choices
         gain = np.where(possible, values - values[groups, choices][:, None], -np.inf)
@@ -63,6 +62,19 @@ def spend(problem: AllocationProblem, choices: np.ndarray, values: np.ndarray) -
             return choices
         group, option = np.unravel_index(int(gain.argmax()), gain.shape)
         choices[group] = option
+
+
+def is_spent(problem: AllocationProblem, choices: np.ndarray) -> bool:
+    """Whether no group can switch to a costlier option within the budget."""
+    return not _affordable(problem, choices).any()
+
+
+def _affordable(problem: AllocationProblem, choices: np.ndarray) -> np.ndarray:
+    """(N, K) costlier options that a group can switch to within the budget."""
+    change = cost_changes(problem, choices)
+    costlier = (change >= 0).all(axis=0) & (change > 0).any(axis=0)
+    found: np.ndarray = costlier & problem.allowed & fitting_switches(problem, choices)
+    return found
 
 
 def layer_order(problem: AllocationProblem) -> np.ndarray:

@@ -245,7 +245,8 @@ class Climb:
         predicted = self._predict()
         if predicted is not None:
             cost = predicted[0] + predicted[1]
-            yield from _proposals(self.problem, self.choices, cost, self.moves, 2 * self.patience)
+            for found in _proposals(self.problem, self.choices, cost, self.moves, 2 * self.patience):
+                yield spend(self.problem, found, -cost) if self.problem.monotone else found
 
     def _improve(self, proposals: Iterator[np.ndarray], together: int) -> bool:
         """Take the first proposal that pays, the best of those evaluated together; False if none does."""

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rco.core.choice import Candidates
 from rco.core.evaluator import Evaluator, OutOfAllowance, SearchStopped
-from rco.core.moves import layer_order, repaired, uniform_allocation
+from rco.core.moves import is_spent, layer_order, repaired, uniform_allocation
 from rco.core.objective import Loss, one_hot
 from rco.core.problem import AllocationProblem, InfeasibleBudgetError
 from rco.core.result import SearchResult, StepRecord
@@ -482,9 +482,12 @@ class SearchRun:
             if better < loss:
                 name, choices, loss = "refined", polished, better
                 candidates.losses[name] = loss
-        if self.settings.compares_starts and self.evaluator.best_loss < loss:  # a sample, or an exchange
-            assert self.evaluator.best_choices is not None
-            name, choices, loss = "best seen", self.evaluator.best_choices, self.evaluator.best_loss
+        seen = self.evaluator.best_choices  # a sample, or an exchange
+        # Of a monotone problem no result leaves budget that would buy something.
+        whole = seen is not None and (not self.problem.monotone or is_spent(self.problem, seen))
+        if self.settings.compares_starts and whole and self.evaluator.best_loss < loss:
+            assert seen is not None
+            name, choices, loss = "best seen", seen, self.evaluator.best_loss
             candidates.losses[name] = loss
         return self._result(choices, loss, name, candidates.losses)
 
