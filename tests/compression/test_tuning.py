@@ -163,14 +163,12 @@ def test_tuning_that_only_does_harm_leaves_the_weights_as_they_were(case, mode):
 
 @pytest.mark.parametrize("mode", ["scales", "full"])
 def test_training_stops_when_its_own_measurements_no_longer_improve(case, mode):
-    """A first measurement above the start is no reason to stop: the falling rate may win it back."""
-    settings = replace(QUICK, mode=mode, code_rate=30.0, scale_rate=30.0, patience=1, evaluations=6)
-    found = case.run(settings)
-    *falling, last = [entry["selection"] for entry in found.curve[1:]]
-    assert falling, "the first measurement stopped the training"
-    assert all(later < earlier for earlier, later in pairwise(falling))
-    assert len(found.curve) < 7
-    assert last >= falling[-1]
+    """In the first half a worse measurement is no reason to stop: the falling rate may win it back."""
+    settings = replace(QUICK, mode=mode, code_rate=30.0, scale_rate=60.0, patience=1, evaluations=6)
+    values = [entry["selection"] for entry in case.run(settings).curve[1:]]
+    worse = [number for number in range(1, len(values)) if values[number] >= min(values[:number])]
+    assert [number for number in worse if number >= 3] in ([], [len(values) - 1])
+    assert len(values) >= 4
 
 
 def assert_same(first, second):

@@ -62,13 +62,16 @@ class TunableWeight:
         return {name: each for name, each in self.tunable.named_parameters() if each.requires_grad}
 
     def rates(self, code_rate: float, scale_rate: float) -> dict[str, float]:
-        """Learning rate of every parameter: in steps of its grid, or relative to its mean magnitude."""
+        """Learning rate of every parameter, both in steps of the grid.
+
+        A scale multiplies codes up to half the grid away from its zero: its rate is the change of such a weight.
+        """
         assert self.tunable is not None
-        spacing = self.tunable.spacing
+        spacing, farthest = self.tunable.spacing, 2.0 ** (self.stored.format.bits - 1)
         return {
             name: code_rate * spacing[name]
             if name in spacing
-            else scale_rate * float(each.detach().abs().float().mean())
+            else scale_rate / farthest * float(each.detach().abs().float().mean())
             for name, each in self.trained.items()
         }
 

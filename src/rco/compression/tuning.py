@@ -57,13 +57,14 @@ class TuningSettings:
         batch_size: Sequences per step.
         at_once: Most sequences per forward and backward pass; a step sums the gradients of several passes.
         code_rate: Learning rate of codes, in steps of the grid.
-        scale_rate: Learning rate of scales, relative to the mean scale of the tensor.
+        scale_rate: Learning rate of scales: change of a weight at the end of its grid, in steps of the grid.
         warmup: Share of the steps over which the rates rise from zero; they fall to zero by a cosine after it.
         code_bits: Widest format whose codes are trained; of wider ones only the scales.
         update: ``adam``, or ``sign`` for steps by the sign of the gradient.
         half: Keep offsets and moments in 16 bits; offsets are rounded up or down at random, without bias.
         evaluations: Measurements on the selection text, the last one at the end.
-        patience: Stop after so many measurements in a row without an improvement on those before, the start aside.
+        patience: Stop after so many measurements in a row without an improvement, counted from the middle of the
+            training on: the falling rate wins back what large steps lose.
         top_k: Coarsen the KL to the reference's k likeliest tokens; None: the full vocabulary.
         checkpointing: Recompute activations in the backward pass.
         graphs: On a GPU, replay steps as a CUDA graph.
@@ -75,7 +76,7 @@ class TuningSettings:
     batch_size: int = 8
     at_once: int = 8
     code_rate: float = 0.0025
-    scale_rate: float = 0.01
+    scale_rate: float = 0.02
     warmup: float = 0.05
     code_bits: int = 8
     update: Literal["adam", "sign"] = "adam"
@@ -478,9 +479,8 @@ class _EndToEnd:
                     continue
                 model.train(False)
                 now = self._measured.mean(self._selection)
-                # Large first steps may lose what the falling rate wins back, so the start does not count here.
                 lowest = min((entry["selection"] for entry in curve if entry["step"]), default=math.inf)
-                worse = 0 if now < lowest else worse + 1
+                worse = worse + 1 if now >= lowest and 2 * step >= steps else 0
                 if now < after:
                     best, after = on_host(model.stored()), now
                 curve.append(
