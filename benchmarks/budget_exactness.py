@@ -19,6 +19,7 @@ from rco.compression.plan import make_plan
 from rco.data.calibration import CalibrationSet
 from rco.evaluation.size import average_bits, checkpoint_size
 from rco.export.compressed_tensors import CompressedTensorsExporter
+from rco.export.exporter import ExportRequest
 from rco.models.loading import wrap_model
 from rco.runs import environment, write_json_atomic
 from rco.testing.tiny_models import tiny_model
@@ -71,7 +72,7 @@ def one(rng, folder):
     found = solve_mckp(rng.normal(size=(problem.num_groups, problem.num_options)), problem)
     out = folder / "model"
     weights = backend.weights_of(problem.allocation(found.allocation))
-    CompressedTensorsExporter().export(loaded, weights, out, engine=preset)
+    CompressedTensorsExporter().export(ExportRequest(loaded, weights, out, engine=preset))
     parameters = sum(info.parameters for info in plan.linears)
     bits = average_bits(out, [info.name for info in plan.linears])
     used = {

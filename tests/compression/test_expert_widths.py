@@ -18,6 +18,7 @@ from rco.data.calibration import CalibrationSet
 from rco.evaluation.size import average_bits, checkpoint_size
 from rco.export import CompressedTensorsExporter, DenseExporter, validate_for_engine
 from rco.export.compressed_tensors import quantization_config
+from rco.export.exporter import ExportRequest
 from rco.formats.gptq import gptq
 from rco.formats.integer import IntegerGrid
 from rco.models.loading import load_model, wrap_model
@@ -287,8 +288,8 @@ def test_the_switched_model_is_the_checkpoint(plan, tmp_path, monkeypatch):
     with backend.apply(allocation) as applied:
         expected = applied.model(data.tokens).logits
     source, weights = backend.deployed(allocation)
-    packed = CompressedTensorsExporter().export(source, weights, tmp_path / "packed")
-    DenseExporter().export(source, weights, tmp_path / "dense")
+    packed = CompressedTensorsExporter().export(ExportRequest(source, weights, tmp_path / "packed"))
+    DenseExporter().export(ExportRequest(source, weights, tmp_path / "dense"))
     for folder in ("packed", "dense"):
         model = load_model(tmp_path / folder).model if folder == "packed" else _stock(tmp_path / folder)
         torch.testing.assert_close(model(data.tokens).logits, expected, rtol=1e-4, atol=1e-4)
@@ -329,7 +330,7 @@ def test_pruned_and_quantized_in_one(tmp_path, monkeypatch):
     with backend.apply(allocation) as applied:
         expected = applied.model(data.tokens).logits
     source, weights = backend.deployed(allocation)
-    summary = CompressedTensorsExporter().export(source, weights, tmp_path / "out")
+    summary = CompressedTensorsExporter().export(ExportRequest(source, weights, tmp_path / "out"))
     model = load_model(tmp_path / "out").model
     torch.testing.assert_close(model(data.tokens).logits, expected, rtol=1e-4, atol=1e-4)
     remote = _stock(tmp_path / "out", trust_remote_code=True)
@@ -455,7 +456,7 @@ def test_bytes_hold_for_every_preset_and_engines_take_the_config(serve, widths, 
         source, weights = backend.deployed(problem.allocation(solution.allocation))
         folder = tmp_path / f"out-{share}"
         # The exporter itself refuses what the engine would not load.
-        CompressedTensorsExporter().export(source, weights, folder, engine=serve)
+        CompressedTensorsExporter().export(ExportRequest(source, weights, folder, engine=serve))
         assert checkpoint_size(folder)["bytes"] <= budget
     if serve.startswith("vllm"):
         schemes = {name: packed.format for name, packed in weights.items()}

@@ -13,6 +13,7 @@ from rco.compression.candidates import CandidateSettings
 from rco.compression.compression import Compression
 from rco.compression.gguf import GGUFFile
 from rco.compression.plan import make_plan
+from rco.export.exporter import ExportRequest
 from rco.export.llama_cpp import LlamaCppExporter
 from rco.formats.integer import PackedWeight
 from rco.formats.original import ORIGINAL
@@ -119,7 +120,9 @@ def test_bytes_of_experts_hold_in_what_the_recipe_asks_for(architecture, tmp_pat
         values = np.random.default_rng(0).random((problem.num_groups, problem.num_options))
         solution = rco.solve_mckp(values, problem)
         allocation = problem.allocation(solution.allocation)
-        summary = LlamaCppExporter().export(*backend.deployed(allocation), tmp_path / str(share))
+        summary = LlamaCppExporter().export(
+            ExportRequest(*backend.deployed(allocation), tmp_path / str(share))
+        )
         lines = (tmp_path / str(share) / "tensor_types.txt").read_text().split()
         asked = dict(line.strip("^").replace("\\", "").split("$=") for line in lines)
         total = data = 0

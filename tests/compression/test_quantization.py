@@ -27,6 +27,7 @@ from rco.core.moves import spend
 from rco.data.calibration import CalibrationSet
 from rco.evaluation.size import average_bits, checkpoint_size
 from rco.export.compressed_tensors import CompressedTensorsExporter
+from rco.export.exporter import ExportRequest
 from rco.formats.switchable import LayerOptions
 from rco.models.loading import wrap_model
 from rco.store import CandidateStore
@@ -356,7 +357,9 @@ def test_written_checkpoints_keep_every_budget(tmp_path_factory, shared_backend,
     found = rco.solve_mckp(rng.normal(size=(problem.num_groups, problem.num_options)), problem)
     allocation = problem.allocation(found.allocation)
     out = tmp_path_factory.mktemp("export") / "model"
-    summary = CompressedTensorsExporter().export(backend.loaded, backend.weights_of(allocation), out)
+    summary = CompressedTensorsExporter().export(
+        ExportRequest(backend.loaded, backend.weights_of(allocation), out)
+    )
     bits = average_bits(out, [info.name for info in backend.plan.linears])
     size = checkpoint_size(out)["bytes"]
     used = {"bits": bits["average_bits"], "bpw": bits["average_stored_bits"], "size": size}

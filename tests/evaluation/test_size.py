@@ -17,6 +17,7 @@ from rco.evaluation import (
     measure_perplexity,
 )
 from rco.export import CompressedTensorsExporter, DenseExporter
+from rco.export.exporter import ExportRequest
 from rco.formats.integer import IntegerGrid, PackedWeight, pack
 from rco.formats.original import ORIGINAL
 from rco.models.loading import load_model, wrap_model
@@ -48,7 +49,7 @@ def export(loaded, schemes, out, exporter=None, **options):
         for info in linears
         if info.name in schemes and schemes[info.name] != ORIGINAL
     }
-    return (exporter or CompressedTensorsExporter()).export(loaded, weights, out, **options)
+    return (exporter or CompressedTensorsExporter()).export(ExportRequest(loaded, weights, out, **options))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -17,7 +17,7 @@ from rco.compression.file_size import (
 )
 from rco.export import CompressedTensorsExporter, ExportError, check_exportable, validate_for_engine
 from rco.export.compressed_tensors import quantization_config
-from rco.export.exporter import atomic_folder
+from rco.export.exporter import ExportRequest, atomic_folder
 from rco.export.writer import verify_checkpoint, write_checkpoint
 from rco.formats.integer import IntegerGrid, packed_words
 from rco.formats.original import ORIGINAL
@@ -70,7 +70,7 @@ def logits(model, vocabulary=90):
 def check_round_trip(rtn, loaded, schemes, out):
     """Stock transformers decodes the store's values, and computes what the search's model computes."""
     weights = packed_model(rtn, loaded, schemes)
-    summary = EXPORTER.export(loaded, weights, out)
+    summary = EXPORTER.export(ExportRequest(loaded, weights, out))
     model = reload(out)
     got = logits(model)
     for name, packed in weights.items():
@@ -115,9 +115,11 @@ def test_an_older_reader_is_refused_before_it_fails(rtn, tmp_path, monkeypatch):
 
     loaded = load_model("tiny-llama")
     EXPORTER.export(
-        loaded,
-        packed_model(rtn, loaded, {"model.layers.0.mlp.up_proj": IntegerGrid(3, 8, symmetric=True)}),
-        tmp_path / "out",
+        ExportRequest(
+            loaded,
+            packed_model(rtn, loaded, {"model.layers.0.mlp.up_proj": IntegerGrid(3, 8, symmetric=True)}),
+            tmp_path / "out",
+        )
     )
     reported = requirements.version
     monkeypatch.setattr(
@@ -164,7 +166,7 @@ def test_built_in_model_with_tokenizer_and_shards(rtn, tmp_path):
         ],
     )
     weights = packed_model(rtn, loaded, schemes)
-    summary = EXPORTER.export(loaded, weights, tmp_path / "out", max_shard_size="1MB")
+    summary = EXPORTER.export(ExportRequest(loaded, weights, tmp_path / "out", max_shard_size="1MB"))
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 3
     assert summary.total_bytes == sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
     model = reload(tmp_path / "out")
@@ -193,7 +195,7 @@ def test_size_is_predicted_exactly(rtn, tmp_path, seed):
     schemes = random_schemes(loaded, seed, head=seed % 4 < 2)
     linears = loaded.layout.linears(loaded.model, include_head=True)
     weights = packed_model(rtn, loaded, schemes)
-    summary = EXPORTER.export(loaded, weights, tmp_path / "out", max_shard_size=limit)
+    summary = EXPORTER.export(ExportRequest(loaded, weights, tmp_path / "out", max_shard_size=limit))
     written = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
     assert written == summary.total_bytes == checkpoint_bytes(loaded.model, linears, schemes, limit)
     assert summary.tensors == {
@@ -253,7 +255,7 @@ def test_conv1d_names_the_dense_format(rtn, tmp_path):
     check_exportable(linears, {linears[0].name: ORIGINAL})
     weights = packed_model(rtn, loaded, {linears[0].name: IntegerGrid(4, symmetric=True)})
     with pytest.raises(ExportError, match="format 'dense'"):
-        EXPORTER.export(loaded, weights, tmp_path / "out")
+        EXPORTER.export(ExportRequest(loaded, weights, tmp_path / "out"))
     assert not list(tmp_path.iterdir())
 
 
@@ -280,11 +282,9 @@ def test_foreign_weights_are_refused(rtn, tmp_path):
     loaded = wrap_model(tiny_model("llama", dtype=torch.bfloat16))
     name = "model.layers.0.mlp.down_proj"
     with pytest.raises(ExportError, match="another model"):
-        EXPORTER.export(loaded, {name: rtn(torch.randn(8, 16), 4, 8, True)}, tmp_path / "out")
+        EXPORTER.export(ExportRequest(loaded, {name: rtn(torch.randn(8, 16), 4, 8, True)}, tmp_path / "out"))
     with pytest.raises(ExportError, match="other values than in the search"):
-        EXPORTER.export(loaded, {name: rtn(torch.randn(32, 48), 4, 8, True)}, tmp_path / "out")
-    with pytest.raises(ExportError, match=r"load it in that type"):
-        EXPORTER.export(loaded, {}, tmp_path / "out", dtype=torch.float16)
+        EXPORTER.export(ExportRequest(loaded, {name: rtn(torch.randn(32, 48), 4, 8, True)}, tmp_path / "out"))
     assert not list(tmp_path.iterdir())
 
 
@@ -297,13 +297,13 @@ def test_a_full_folder_is_kept_unless_told_otherwise(rtn, tmp_path):
     out.mkdir()
     (out / "precious.txt").write_text("mine")
     with pytest.raises(ExportError, match="overwrite=True"):
-        EXPORTER.export(loaded, {}, out)
+        EXPORTER.export(ExportRequest(loaded, {}, out))
     assert (out / "precious.txt").read_text() == "mine"
-    EXPORTER.export(loaded, {}, out, overwrite=True)
+    EXPORTER.export(ExportRequest(loaded, {}, out, overwrite=True))
     assert not (out / "precious.txt").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     with pytest.raises(ExportError, match="is a file"):
-        EXPORTER.export(loaded, {}, out / "config.json")
+        EXPORTER.export(ExportRequest(loaded, {}, out / "config.json"))
 
 
 def _fail_midway(out):
@@ -442,9 +442,9 @@ def test_nothing_is_written_that_the_engine_refuses(rtn, tmp_path):
     loaded = wrap_model(tiny_model("llama"))
     weights = packed_model(rtn, loaded, {"model.layers.0.self_attn.q_proj": IntegerGrid(4, symmetric=True)})
     with pytest.raises(ExportError, match=r"vllm would not load this checkpoint: .*q_proj"):
-        EXPORTER.export(loaded, weights, tmp_path / "out", engine="vllm")
+        EXPORTER.export(ExportRequest(loaded, weights, tmp_path / "out", engine="vllm"))
     assert not list(tmp_path.iterdir())
-    EXPORTER.export(loaded, weights, tmp_path / "out", engine="transformers")
+    EXPORTER.export(ExportRequest(loaded, weights, tmp_path / "out", engine="transformers"))
 
 
 def test_configs_of_other_hands():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rco.export import DenseExporter, ExportError
+from rco.export.exporter import ExportRequest
 from rco.models.loading import load_model, wrap_model
 from rco.testing.tiny_models import tiny_model
 
@@ -32,7 +33,7 @@ def test_weights_are_the_decoded_ones_and_the_rest_is_untouched(rtn, tmp_path, m
         if i % 5
     }
     before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
-    summary = EXPORTER.export(loaded, weights, tmp_path / "out", max_shard_size=20_000)
+    summary = EXPORTER.export(ExportRequest(loaded, weights, tmp_path / "out", max_shard_size=20_000))
     assert summary.total_bytes == sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
     model = reload(tmp_path / "out")
     transposed = {info.name for info in linears if info.transposed}
@@ -53,7 +54,7 @@ def test_names_are_those_of_the_original_checkpoint(rtn, tmp_path):
     """What other programs read must not depend on how transformers arranges a model in memory."""
     model = tiny_model("mixtral")
     model.save_pretrained(tmp_path / "original")
-    EXPORTER.export(wrap_model(model), {}, tmp_path / "ours")
+    EXPORTER.export(ExportRequest(wrap_model(model), {}, tmp_path / "ours"))
 
     def names(folder):
         from safetensors import safe_open
@@ -68,7 +69,7 @@ def test_tied_output_layer_and_other_type(rtn, tmp_path):
     loaded = load_model("tiny-llama")
     head = loaded.layout.linears(loaded.model, include_head=True)[-1]
     packed = rtn(head.weight, 8, 64, True)
-    EXPORTER.export(loaded, {head.name: packed}, tmp_path / "out", dtype=torch.float32)
+    DenseExporter(torch.float32).export(ExportRequest(loaded, {head.name: packed}, tmp_path / "out"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == "float32"
     assert config["tie_word_embeddings"] is False
@@ -82,8 +83,10 @@ def test_tied_output_layer_and_other_type(rtn, tmp_path):
 def test_refusals(rtn, tmp_path):
     loaded = wrap_model(tiny_model("llama"))
     with pytest.raises(ExportError, match="no linear 'nowhere'"):
-        EXPORTER.export(loaded, {"nowhere": rtn(torch.randn(4, 8), 4, 8, True)}, tmp_path / "out")
+        EXPORTER.export(
+            ExportRequest(loaded, {"nowhere": rtn(torch.randn(4, 8), 4, 8, True)}, tmp_path / "out")
+        )
     name = "model.layers.0.mlp.up_proj"
     with pytest.raises(ExportError, match="made for another model"):
-        EXPORTER.export(loaded, {name: rtn(torch.randn(4, 8), 4, 8, True)}, tmp_path / "out")
+        EXPORTER.export(ExportRequest(loaded, {name: rtn(torch.randn(4, 8), 4, 8, True)}, tmp_path / "out"))
     assert not list(tmp_path.iterdir())

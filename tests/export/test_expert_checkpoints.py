@@ -19,6 +19,7 @@ from rco.evaluation.size import read_headers
 from rco.export import CompressedTensorsExporter, DenseExporter, validate_for_engine
 from rco.export.compressed_tensors import quantization_config
 from rco.export.expert_targets import one_scheme, written_schemes
+from rco.export.exporter import ExportRequest
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
 from rco.formats.removed import REMOVED
@@ -97,7 +98,9 @@ def test_stock_transformers_gives_the_evaluated_logits(tmp_path):
             allocation = random_allocation(backend)
             folder = tmp_path / f"{name}-{serve}"
             source, weights = backend.deployed(allocation)
-            exporter.export(source, weights, folder, **({"engine": serve} if serve != "any" else {}))
+            exporter.export(
+                ExportRequest(source, weights, folder, **({"engine": serve} if serve != "any" else {}))
+            )
             assert not list(folder.glob("*.py"))
             expected[folder] = evaluated(backend, allocation, tokens)
     command = [sys.executable, "-c", LOAD, tmp_path / "tokens.pt", *expected]
@@ -138,7 +141,7 @@ def test_experts_of_several_widths_are_an_error_without_the_code_that_they_bring
         allocation = problem.allocation([backend.plan.widths.index(width) for width in widths])
         source, weights = backend.deployed(allocation)
         folder = tmp_path / f"{first}-{others}"
-        CompressedTensorsExporter().export(source, weights, folder, engine="vllm")
+        CompressedTensorsExporter().export(ExportRequest(source, weights, folder, engine="vllm"))
         with pytest.raises(RuntimeError, match="conversion"):
             AutoModelForCausalLM.from_pretrained(folder)
 
@@ -155,7 +158,7 @@ def test_widths_and_pruning_load_with_the_code_that_they_bring(name, tmp_path, m
     allocation = random_allocation(backend, seed=3)
     assert REMOVED in backend.choice_of(allocation).values()
     source, weights = backend.deployed(allocation)
-    summary = CompressedTensorsExporter().export(source, weights, tmp_path / "out")
+    summary = CompressedTensorsExporter().export(ExportRequest(source, weights, tmp_path / "out"))
     size = backend.costs("size")
     assert summary.total_bytes <= size.fixed + int(
         size.matrix[np.arange(len(allocation)), np.array(list(allocation))].sum()
@@ -177,7 +180,7 @@ def test_dense_checkpoints_of_uneven_layers_bring_their_code(tmp_path, monkeypat
     backend.candidates(text())
     allocation = random_allocation(backend, seed=3)
     source, weights = backend.deployed(allocation)
-    DenseExporter().export(source, weights, tmp_path / "out")
+    DenseExporter().export(ExportRequest(source, weights, tmp_path / "out"))
     assert len({layer.num_experts for layer in moe_layers(source.model)}) > 1
     expected = evaluated(backend, allocation, text().tokens)
     for model in (
@@ -224,7 +227,7 @@ def test_vllm_finds_one_scheme_and_every_tensor_of_each_layer(name, tmp_path):
     backend.candidates(text())
     allocation = random_allocation(backend, seed=1)
     source, weights = backend.deployed(allocation)
-    CompressedTensorsExporter().export(source, weights, tmp_path / "out", engine="vllm")
+    CompressedTensorsExporter().export(ExportRequest(source, weights, tmp_path / "out", engine="vllm"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     stored = read_headers(tmp_path / "out")
     widths = {name: option.bits for name, option in backend.choice_of(allocation).items()}
@@ -259,7 +262,7 @@ def test_mixtral_is_stored_under_the_names_of_its_checkpoints(tmp_path, monkeypa
         allocation = random_allocation(backend)
         source, weights = backend.deployed(allocation)
         folder = tmp_path / f"out-{serve}"
-        summary = CompressedTensorsExporter().export(source, weights, folder, engine=serve)
+        summary = CompressedTensorsExporter().export(ExportRequest(source, weights, folder, engine=serve))
         names = read_headers(folder)
         assert not any(".mlp." in name for name in names)
         assert "model.layers.0.block_sparse_moe.experts.0.w1.weight_packed" in names

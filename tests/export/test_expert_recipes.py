@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from rco import registry
 from rco.export import ExportError
+from rco.export.exporter import ExportRequest
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
 from rco.formats.rounding import round_to_nearest
@@ -58,7 +59,9 @@ class Case:
             for info in self.linears
             if self.schemes[info.name] != ORIGINAL
         }
-        registry.load(registry.EXPORTERS, tool, "format")().export(self.loaded, weights, folder)
+        registry.load(registry.EXPORTERS, tool, "format")().export(
+            ExportRequest(self.loaded, weights, folder)
+        )
         (file,) = folder.glob("*.json")
         self.content = json.loads(file.read_text())
         # By the tool's names, as they must come out; what is in no search is left alone.
@@ -125,11 +128,13 @@ def test_what_gptqmodel_has_no_place_for_is_refused(architecture, message, tmp_p
     weights = {info.name: round_to_nearest(info.weight, [IntegerGrid(4, 16)])[0] for info in linears}
     exporter = registry.load(registry.EXPORTERS, "gptqmodel", "format")()
     with pytest.raises(ExportError, match=message):
-        exporter.export(loaded, weights, tmp_path / "out")
+        exporter.export(ExportRequest(loaded, weights, tmp_path / "out"))
     exporter.export(
-        loaded,
-        {i.name: weights[i.name] for i in linears if takes(architecture, "gptqmodel", i)},
-        tmp_path / "out",
+        ExportRequest(
+            loaded,
+            {i.name: weights[i.name] for i in linears if takes(architecture, "gptqmodel", i)},
+            tmp_path / "out",
+        )
     )
 
 

@@ -74,15 +74,15 @@ def test_the_check_notices_a_wrong_size_and_a_changed_model(tokenizer, tmp_path)
     from rco.export.dense import DenseExporter
 
     class Wrong(DenseExporter):
-        def export(self, source, weights, out, **settings):
-            summary = super().export(source, weights, out, **settings)
-            (out / "extra.txt").write_text("more")
+        def export(self, request):
+            summary = super().export(request)
+            (request.out / "extra.txt").write_text("more")
             return summary
 
     class Spoiling(DenseExporter):
-        def export(self, source, weights, out, **settings):
-            summary = super().export(source, weights, out, **settings)
-            source.model.lm_head.weight.data += 1
+        def export(self, request):
+            summary = super().export(request)
+            request.source.model.lm_head.weight.data += 1
             return summary
 
     for exporter, words in ((Wrong(), "not those that were written"), (Spoiling(), "logits|changed|differ")):

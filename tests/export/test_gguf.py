@@ -16,7 +16,7 @@ from rco.compression.plan import make_gguf_plan
 from rco.core.knapsack import solve_mckp
 from rco.core.moves import spend
 from rco.core.problem import InfeasibleBudgetError
-from rco.export.exporter import ExportError
+from rco.export.exporter import ExportError, ExportRequest
 from rco.export.gguf_container import GGUFExporter, written_file
 from rco.formats.ggml.block_types import GGMLFormat
 from rco.formats.integer import IntegerGrid
@@ -60,7 +60,7 @@ def test_the_file_holds_the_chosen_weights_bit_for_bit(loaded, tmp_path):
     rng = np.random.default_rng(0)
     choices = [rng.choice(np.flatnonzero(row)) for row in plan.allowed]
     weights = encoded(loaded, plan, choices)
-    summary = GGUFExporter().export(loaded, weights, tmp_path / "out")
+    summary = GGUFExporter().export(ExportRequest(loaded, weights, tmp_path / "out"))
     file = written_file(tmp_path / "out")
     assert summary.total_bytes == file.stat().st_size == summary.files["model.gguf"]
     found = load_model(file)
@@ -96,7 +96,7 @@ def test_promised_sizes_are_those_of_files(loaded, tmp_path):
             name: _same_size(stored) for name, stored in _blank(plan, choice).items() if stored is not None
         }
         out = tmp_path / f"out{number}"
-        written = GGUFExporter().export(loaded, weights, out).total_bytes
+        written = GGUFExporter().export(ExportRequest(loaded, weights, out)).total_bytes
         assert written == promised <= budget
         steps = [
             row[row > row[k]].min() - row[k]
@@ -183,10 +183,10 @@ def test_weights_that_do_not_fit_the_file_are_refused(loaded, tmp_path):
     info = linears_of(loaded)[0]
     integer = {info.name: IntegerGrid(4, 64).encode(info.weight.float())}
     with pytest.raises(ExportError, match="cannot hold"):
-        GGUFExporter().export(loaded, integer, tmp_path / "out")
+        GGUFExporter().export(ExportRequest(loaded, integer, tmp_path / "out"))
     from_folder = wrap_model(loaded.model, loaded.tokenizer, name="tiny")
     with pytest.raises(ExportError, match="convert"):
-        GGUFExporter().export(from_folder, {}, tmp_path / "out")
+        GGUFExporter().export(ExportRequest(from_folder, {}, tmp_path / "out"))
     with torch.no_grad():
         kept = info.weight.clone()
         info.module.weight.add_(1)

@@ -11,6 +11,7 @@ from gguf_models import byte_tokenizer, load_tiny
 from rco.compression.deployment import decode_into
 from rco.compression.gguf_target import GGUFTarget, parse_types
 from rco.compression.plan import make_gguf_plan
+from rco.export.exporter import ExportRequest
 from rco.export.gguf_container import GGUFExporter, written_file
 from rco.models.loading import load_model
 from rco.models.moe.linears import model_linears
@@ -58,7 +59,7 @@ def test_llama_cpp_computes_what_was_evaluated(architecture, tied, tmp_path):
         )
         for group, row in zip(plan.groups, plan.allowed, strict=True)
     }
-    GGUFExporter().export(loaded, weights, tmp_path / "out")
+    GGUFExporter().export(ExportRequest(loaded, weights, tmp_path / "out"))
     compressed = dataclasses.replace(loaded, model=load_model(tmp_path / "tiny.gguf").model)
     decode_into(compressed, weights)
     expected, found = logits_of(compressed, written_file(tmp_path / "out"))

@@ -9,6 +9,7 @@ import torch
 from rco.compression.file_size import distinct_state
 from rco.compression.gguf import BLOCK_TYPES, GGUF_WIDTHS, GGUFFile, block_type, written_type
 from rco.export import ExportError
+from rco.export.exporter import ExportRequest
 from rco.export.llama_cpp import LlamaCppExporter, parse_tensor_types, types_written
 from rco.formats.integer import IntegerGrid, PackedWeight
 from rco.formats.original import ORIGINAL
@@ -192,7 +193,9 @@ def test_a_linear_without_a_name_is_refused():
 
 def test_recipe_names_every_weight_with_the_chosen_type(llama, tmp_path):
     file, choice = mixed(llama)
-    summary = LlamaCppExporter().export(llama, weights_for(llama, file, choice), tmp_path / "out")
+    summary = LlamaCppExporter().export(
+        ExportRequest(llama, weights_for(llama, file, choice), tmp_path / "out")
+    )
     text = (tmp_path / "out" / "tensor_types.txt").read_text()
     columns = {name: tensor.columns for name, tensor in file.tensors.items() if not tensor.float32}
     written = types_written(text, columns)
@@ -208,7 +211,9 @@ def test_recipe_names_every_weight_with_the_chosen_type(llama, tmp_path):
 
 def test_promised_size_is_the_sum_of_block_sizes(llama, tmp_path):
     file, choice = mixed(llama)
-    summary = LlamaCppExporter().export(llama, weights_for(llama, file, choice), tmp_path / "out")
+    summary = LlamaCppExporter().export(
+        ExportRequest(llama, weights_for(llama, file, choice), tmp_path / "out")
+    )
     text = (tmp_path / "out" / "tensor_types.txt").read_text()
     expected = 0
     for name, tensor in file.tensors.items():
@@ -234,7 +239,9 @@ def test_promised_size_is_that_of_a_file_by_the_gguf_package(llama, tmp_path):
     import numpy as np
 
     file, choice = mixed(llama)
-    summary = LlamaCppExporter().export(llama, weights_for(llama, file, choice), tmp_path / "out")
+    summary = LlamaCppExporter().export(
+        ExportRequest(llama, weights_for(llama, file, choice), tmp_path / "out")
+    )
     asked = types_written(
         (tmp_path / "out" / "tensor_types.txt").read_text(),
         {name: tensor.columns for name, tensor in file.tensors.items() if not tensor.float32},
@@ -264,7 +271,7 @@ def test_promised_size_is_that_of_a_file_by_the_gguf_package(llama, tmp_path):
 def test_a_search_on_other_grids_is_refused(scheme, message, llama, tmp_path):
     info = linears_of(llama)["model.layers.0.self_attn.q_proj"]
     with pytest.raises(ExportError, match=message) as caught:
-        LlamaCppExporter().export(llama, {info.name: packed(info, scheme)}, tmp_path / "out")
+        LlamaCppExporter().export(ExportRequest(llama, {info.name: packed(info, scheme)}, tmp_path / "out"))
     assert "`serve='llamacpp'`" in str(caught.value)
 
 
@@ -296,7 +303,9 @@ def test_experts_of_a_layer_make_one_tensor_and_must_agree(tmp_path):
     experts = {name: info for name, info in linears.items() if info.role == "experts"}
     assert experts
     choice = {name: 8 if info.in_features == 32 else 3 for name, info in experts.items()}
-    summary = LlamaCppExporter().export(loaded, weights_for(loaded, file, choice), tmp_path / "out")
+    summary = LlamaCppExporter().export(
+        ExportRequest(loaded, weights_for(loaded, file, choice), tmp_path / "out")
+    )
     written = types_written(
         (tmp_path / "out" / "tensor_types.txt").read_text(), {name: 256 for name in summary.tensors}
     )
@@ -308,4 +317,6 @@ def test_experts_of_a_layer_make_one_tensor_and_must_agree(tmp_path):
     )
     choice[min(experts)] = 4
     with pytest.raises(ExportError, match="all experts of a layer"):
-        LlamaCppExporter().export(loaded, weights_for(loaded, file, choice), tmp_path / "other")
+        LlamaCppExporter().export(
+            ExportRequest(loaded, weights_for(loaded, file, choice), tmp_path / "other")
+        )

@@ -10,6 +10,7 @@ import torch
 
 from rco import registry
 from rco.export import ExportError
+from rco.export.exporter import ExportRequest
 from rco.export.mlx import mlx_paths
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
@@ -63,7 +64,9 @@ def export(name, loaded, schemes, rtn, out, **keywords):
         for linear, scheme in schemes.items()
         if scheme != ORIGINAL
     }
-    return registry.load(registry.EXPORTERS, name, "format")().export(loaded, weights, out, **keywords)
+    return registry.load(registry.EXPORTERS, name, "format")().export(
+        ExportRequest(loaded, weights, out, **keywords)
+    )
 
 
 def arguments(scheme):
@@ -91,9 +94,11 @@ def test_recipe_folder_is_whole_and_is_not_overwritten_unasked(name, llama, rtn,
 def test_recipe_refuses_nothing_to_do_and_unknown_linears(name, llama, rtn, tmp_path):
     exporter = registry.load(registry.EXPORTERS, name, "format")()
     with pytest.raises(ExportError, match="No linear is quantized"):
-        exporter.export(llama, {}, tmp_path / "out")
+        exporter.export(ExportRequest(llama, {}, tmp_path / "out"))
     with pytest.raises(ExportError, match="no linear 'nowhere'"):
-        exporter.export(llama, {"nowhere": rtn(torch.ones(4, 64), 4, 32, True)}, tmp_path / "out")
+        exporter.export(
+            ExportRequest(llama, {"nowhere": rtn(torch.ones(4, 64), 4, 32, True)}, tmp_path / "out")
+        )
     assert not (tmp_path / "out").exists()
 
 

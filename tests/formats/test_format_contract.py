@@ -15,6 +15,7 @@ from rco.compression.plan import make_plan
 from rco.core.search import RCO
 from rco.data.calibration import CalibrationSet
 from rco.export.dense import DenseExporter
+from rco.export.exporter import ExportRequest
 from rco.formats.base import EncodeSettings, Stored
 from rco.formats.integer import IntegerGrid, PackedWeight
 from rco.formats.stacks import decode_segments
@@ -188,7 +189,7 @@ def test_a_search_runs_over_the_documents_format(ternary, tmp_path):
     source, weights = compression.deployed(result.allocation)
     bits = sum(weights[info.name].format.bits * info.parameters for info in plan.linears)
     assert bits == sum(problem.units(result.allocation))
-    DenseExporter().export(source, weights, tmp_path / "dense")
+    DenseExporter().export(ExportRequest(source, weights, tmp_path / "dense"))
     from transformers import AutoModelForCausalLM
 
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").eval()

@@ -16,6 +16,7 @@ from rco.compression.plan import make_plan
 from rco.core.problem import Allocation
 from rco.export.compressed_tensors import CompressedTensorsExporter
 from rco.export.dense import DenseExporter
+from rco.export.exporter import ExportRequest
 from rco.models.loading import LoadedModel, wrap_model
 from rco.models.moe.linears import model_linears, unread_experts
 from rco.testing.search_cases import random_tokens
@@ -83,9 +84,11 @@ def quantize(loaded: LoadedModel, folder: Path, *, dense: bool = False) -> dict:
         logits = applied.model(input_ids=IDS, use_cache=False).logits
     deployed, weights = compression.deployed(allocation)
     if dense or transposed:
-        DenseExporter().export(deployed, weights, folder / "model")
+        DenseExporter().export(ExportRequest(deployed, weights, folder / "model"))
     else:
-        CompressedTensorsExporter().export(deployed, weights, folder / "model", engine="transformers")
+        CompressedTensorsExporter().export(
+            ExportRequest(deployed, weights, folder / "model", engine="transformers")
+        )
     packed = [group for group in plan.groups if group.switched]
     return {
         "logits": logits,

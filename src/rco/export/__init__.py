@@ -9,6 +9,7 @@ _EXPORTS = {
     "CompressedTensorsExporter": "rco.export.compressed_tensors",
     "DenseExporter": "rco.export.dense",
     "ExportError": "rco.export.exporter",
+    "ExportRequest": "rco.export.exporter",
     "ExportSummary": "rco.export.exporter",
     "Exporter": "rco.export.exporter",
     "check_exportable": "rco.export.compressed_tensors",

@@ -12,17 +12,16 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from rco.compression.file_size import allocation_tensors, distinct_state
 from rco.export.engine_checks import validate_for_engine
 from rco.export.expert_code import experts_per_layer, separate_experts_fields, write_expert_code
 from rco.export.expert_targets import expert_pattern, name_experts, one_scheme, written_schemes
-from rco.export.exporter import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
+from rco.export.exporter import ExportError, ExportRequest, ExportSummary, atomic_folder, write_companions
 from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint
-from rco.formats.base import Format
-from rco.formats.integer import IntegerGrid, PackedWeight
+from rco.formats.base import Format, Stored
+from rco.formats.integer import IntegerGrid
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.layers import stored_names
@@ -40,37 +39,9 @@ class CompressedTensorsExporter:
     name: ClassVar[str] = "compressed-tensors"
     kind: ClassVar[str] = "quantization"
 
-    def export(
-        self,
-        source: LoadedModel | str | Path,
-        weights: Mapping[str, PackedWeight],
-        out: str | Path,
-        *,
-        dtype: torch.dtype | None = None,
-        max_shard_size: int | str = "5GB",
-        overwrite: bool = False,
-        engine: str = "any",
-    ) -> ExportSummary:
-        """Write a model with packed weights.
-
-        Args:
-            source: The full-precision model, for tensors that are not quantized.
-            weights: Packed weight of every quantized linear, by name.
-            out: The folder to make.
-            dtype: Type of unquantized tensors; must be the model's own, which the search used.
-            max_shard_size: Data bytes per file.
-            overwrite: Replace a folder that is not empty.
-            engine: Engine that must load the checkpoint; checked before anything is written.
-
-        Raises:
-            ExportError: The format cannot hold these weights, the engine would not load them, or the folder
-                cannot be written.
-        """
-        loaded = resolve_source(source)
-        if dtype not in (None, loaded.dtype):
-            raise ExportError(
-                f"The model is in {loaded.dtype}, but dtype={dtype} was requested; load it in that type."
-            )
+    def export(self, request: ExportRequest) -> ExportSummary:
+        """Write a model with packed weights, after a check that the engine would load it."""
+        loaded, weights, engine = request.source, request.weights, request.engine
         linears = _linears(loaded, weights)
         schemes = {name: packed.format for name, packed in weights.items()}
         check_exportable(linears, schemes)
@@ -112,15 +83,17 @@ class CompressedTensorsExporter:
             changes["tie_word_embeddings"] = False
         if carries_code:
             changes.update(separate_experts_fields(loaded.model))
-        needed = expected_bytes(tensors, max_shard_size)
-        with atomic_folder(out, overwrite=overwrite, needed_bytes=needed) as folder:
-            write_checkpoint(folder, tensors, fetch, max_shard_size)
+        needed = expected_bytes(tensors, request.max_shard_size)
+        with atomic_folder(request.out, overwrite=request.overwrite, needed_bytes=needed) as folder:
+            write_checkpoint(folder, tensors, fetch, request.max_shard_size)
             total = verify_checkpoint(folder, tensors)
             write_companions(loaded, folder, changes)
             if carries_code:
                 write_expert_code(loaded.model, folder)
             files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-        return ExportSummary(self.name, Path(out), files, {spec.name: spec.nbytes for spec in tensors}, total)
+        return ExportSummary(
+            self.name, Path(request.out), files, {spec.name: spec.nbytes for spec in tensors}, total
+        )
 
 
 def _linears(loaded: LoadedModel, quantized: Collection[str]) -> list[LinearInfo]:
@@ -169,15 +142,15 @@ def check_exportable(linears: Iterable[LinearInfo], schemes: Mapping[str, Format
                 )
 
 
-def _check_weight(info: LinearInfo, packed: PackedWeight) -> None:
+def _check_weight(info: LinearInfo, packed: Stored) -> None:
     if packed.shape != (info.out_features, info.in_features):
         raise ExportError(
             f"{info.name} is {info.out_features}x{info.in_features}, its packed weight {packed.shape[0]}x"
             f"{packed.shape[1]}: the candidates were made for another model."
         )
-    if packed.scales.dtype != info.weight.dtype:
+    if packed.dtype != info.weight.dtype:
         raise ExportError(
-            f"{info.name} has scales in {packed.scales.dtype} and its layer is in {info.weight.dtype}: it would "
+            f"{info.name} has scales in {packed.dtype} and its layer is in {info.weight.dtype}: it would "
             "decode to other values than in the search. Make the candidates in the model's own type."
         )
 

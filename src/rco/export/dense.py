@@ -16,9 +16,9 @@ from torch import Tensor
 
 from rco.compression.file_size import TensorSpec, distinct_state
 from rco.export.expert_code import experts_per_layer, write_pruned_code
-from rco.export.exporter import ExportError, ExportSummary, atomic_folder, resolve_source, write_companions
+from rco.export.exporter import ExportError, ExportRequest, ExportSummary, atomic_folder, write_companions
 from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint
-from rco.formats.integer import PackedWeight
+from rco.formats.base import Stored
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.linears import ExpertLinear, model_linears
@@ -29,35 +29,21 @@ _EXPERT = re.compile(r"\.(\d+)\.[^.]+\.experts\.(\d+)\.(\w+)\.weight$")
 
 
 class DenseExporter:
-    """Writes dequantised weights, one tensor at a time, under the names of the original checkpoint."""
+    """Writes dequantised weights, one tensor at a time, under the names of the original checkpoint.
+
+    Args:
+        dtype: Type of the floating-point tensors; None keeps the model's.
+    """
 
     name: ClassVar[str] = "dense"
     kind: ClassVar[str] = "quantization"
 
-    def export(
-        self,
-        source: LoadedModel | str | Path,
-        weights: Mapping[str, PackedWeight],
-        out: str | Path,
-        *,
-        dtype: torch.dtype | None = None,
-        max_shard_size: int | str = "5GB",
-        overwrite: bool = False,
-    ) -> ExportSummary:
-        """Write a model with some weights replaced.
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
 
-        Args:
-            source: The full-precision model.
-            weights: Packed weight of every linear that changes, by name.
-            out: The folder to make.
-            dtype: Type of the floating-point tensors; None keeps the model's.
-            max_shard_size: Data bytes per file.
-            overwrite: Replace a folder that is not empty.
-
-        Raises:
-            ExportError: The folder cannot be written, or a weight fits no linear.
-        """
-        loaded = resolve_source(source)
+    def export(self, request: ExportRequest) -> ExportSummary:
+        """Write a model with some weights replaced."""
+        loaded, weights, dtype = request.source, request.weights, self.dtype
         listed = model_linears(loaded.layout, loaded.model, include_head=True)
         linears = {info.name: info for info in listed}
         _check_names(weights, linears)
@@ -92,18 +78,20 @@ class DenseExporter:
         }
         if tied:
             changes["tie_word_embeddings"] = False
-        needed = expected_bytes(tensors, max_shard_size)
-        with atomic_folder(out, overwrite=overwrite, needed_bytes=needed) as folder:
-            write_checkpoint(folder, tensors, fetch, max_shard_size)
+        needed = expected_bytes(tensors, request.max_shard_size)
+        with atomic_folder(request.out, overwrite=request.overwrite, needed_bytes=needed) as folder:
+            write_checkpoint(folder, tensors, fetch, request.max_shard_size)
             total = verify_checkpoint(folder, tensors)
             if experts_per_layer(loaded.model.config) is not None:
                 changes["auto_map"] = write_pruned_code(loaded.model.config, folder)
             write_companions(loaded, folder, changes)
             files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-        return ExportSummary(self.name, Path(out), files, {spec.name: spec.nbytes for spec in tensors}, total)
+        return ExportSummary(
+            self.name, Path(request.out), files, {spec.name: spec.nbytes for spec in tensors}, total
+        )
 
 
-def _check_names(weights: Mapping[str, PackedWeight], linears: Mapping[str, LinearInfo]) -> None:
+def _check_names(weights: Mapping[str, Stored], linears: Mapping[str, LinearInfo]) -> None:
     for name, packed in weights.items():
         info = linears.get(name)
         if info is None:
@@ -155,9 +143,7 @@ def _expert_places(state: Mapping[str, Tensor], experts: Sequence[ExpertLinear])
     return places
 
 
-def _filled_stack(
-    original: Tensor, members: Sequence[LinearInfo], weights: Mapping[str, PackedWeight]
-) -> Tensor:
+def _filled_stack(original: Tensor, members: Sequence[LinearInfo], weights: Mapping[str, Stored]) -> Tensor:
     """A stacked tensor with some of its matrices replaced, for checkpoints that keep experts stacked."""
     result = original.clone()
     for info in members:

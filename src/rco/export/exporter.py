@@ -7,25 +7,23 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-import torch
-
 from rco.atomic_files import disk_failure
-from rco.formats.integer import PackedWeight
-from rco.models.loading import LoadedModel, load_model
+from rco.formats.base import Stored
+from rco.models.loading import LoadedModel
 
 __all__ = [
     "ExportError",
+    "ExportRequest",
     "ExportSummary",
     "Exporter",
     "atomic_folder",
-    "resolve_source",
     "write_companions",
 ]
 
@@ -73,6 +71,30 @@ class ExportSummary:
         return described | ({"usage": self.usage} if self.usage else {})
 
 
+@dataclass(frozen=True)
+class ExportRequest:
+    """A compressed model to write, and where.
+
+    Attributes:
+        source: The model without its pruned experts, with its original weights.
+        weights: Stored weights of some linears by name, which replace the original ones.
+        out: The folder to make, written atomically.
+        overwrite: Replace a folder that is not empty.
+        max_shard_size: Largest safetensors file.
+        engine: Engine that must load a checkpoint.
+        expert_numbers: For each sparse layer, the numbers that its experts had in the full model; None if there are
+            none, or all are kept.
+    """
+
+    source: LoadedModel
+    weights: Mapping[str, Stored]
+    out: Path
+    overwrite: bool = False
+    max_shard_size: int | str = "5GB"
+    engine: str = "any"
+    expert_numbers: Sequence[Sequence[int]] | None = None
+
+
 class Exporter(Protocol):
     """Writes a compressed model; :func:`rco.testing.check_exporter` checks one.
 
@@ -84,35 +106,14 @@ class Exporter(Protocol):
     name: ClassVar[str]
     kind: ClassVar[str]
 
-    def export(
-        self,
-        source: LoadedModel | str | Path,
-        weights: Mapping[str, PackedWeight],
-        out: str | Path,
-        *,
-        dtype: torch.dtype | None = None,
-        max_shard_size: int | str = "5GB",
-        overwrite: bool = False,
-    ) -> ExportSummary:
+    def export(self, request: ExportRequest) -> ExportSummary:
         """Write a checkpoint or a recipe.
 
-        Args:
-            source: The model to write: without its pruned experts, with its original weights.
-            weights: Packed weights of some linears, which replace the original ones.
-            out: The folder, written atomically.
-            dtype: Type of the unquantized tensors; None: their own.
-            max_shard_size: Largest safetensors file.
-            overwrite: Replace a folder that is not empty.
-
         Raises:
-            ExportError: The format cannot hold the model, or the folder cannot be written.
+            ExportError: The format cannot hold the model, the engine would not load it, or the folder cannot be
+                written.
         """
         ...
-
-
-def resolve_source(source: LoadedModel | str | Path) -> LoadedModel:
-    """Source of unquantized tensors; a name or folder is loaded on the CPU."""
-    return source if isinstance(source, LoadedModel) else load_model(source)
 
 
 @contextmanager

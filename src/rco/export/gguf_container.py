@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from rco.compression.gguf_target import GGUFTarget
-from rco.export.exporter import ExportError, ExportSummary, atomic_folder, resolve_source
+from rco.export.exporter import ExportError, ExportRequest, ExportSummary, atomic_folder
 from rco.formats.base import Format, Stored
 from rco.models.gguf_file import GGUFReader, TensorEntry, file_bytes, write_gguf
 from rco.models.layout import LinearInfo
-from rco.models.loading import LoadedModel
 from rco.models.moe.linears import ExpertLinear, model_linears
 from rco.models.zoo import ModelError
 
@@ -39,30 +38,9 @@ class GGUFExporter:
     name: ClassVar[str] = "gguf"
     kind: ClassVar[str] = "quantization"
 
-    def export(
-        self,
-        source: LoadedModel | str | Path,
-        weights: Mapping[str, Stored],
-        out: str | Path,
-        *,
-        dtype: torch.dtype | None = None,
-        max_shard_size: int | str = "5GB",
-        overwrite: bool = False,
-    ) -> ExportSummary:
-        """Write ``model.gguf`` into a folder.
-
-        Args:
-            source: The model, loaded from a GGUF file.
-            weights: Weights in ggml's types by linear; tensors of other linears are copied.
-            out: The folder to make.
-            dtype: Not used: tensors that are not given are copied.
-            max_shard_size: Not used: there is one file.
-            overwrite: Replace a folder that is not empty.
-
-        Raises:
-            ExportError: A weight does not fit the file, or the folder cannot be written.
-        """
-        loaded = resolve_source(source)
+    def export(self, request: ExportRequest) -> ExportSummary:
+        """Write ``model.gguf``; tensors of linears without a weight in the request are copied."""
+        loaded, weights = request.source, request.weights
         ends = {"include_head": True, "include_embedding": True}
         linears = {info.name: info for info in model_linears(loaded.layout, loaded.model, **ends)}
         unknown = next((name for name in weights if name not in linears), None)
@@ -83,7 +61,7 @@ class GGUFExporter:
                 tensors.append((reader.tensors[name], partial(reader.data, name)))
         metadata, entries = target.metadata(types), [entry for entry, _ in tensors]
         expected = file_bytes(metadata, entries, reader.alignment)
-        with atomic_folder(out, overwrite=overwrite, needed_bytes=expected) as folder:
+        with atomic_folder(request.out, overwrite=request.overwrite, needed_bytes=expected) as folder:
             written = write_gguf(folder / _FILE, metadata, tensors, reader.alignment)
             found = GGUFReader(folder / _FILE)
             if written != expected or list(found.tensors.values()) != entries:
@@ -92,7 +70,7 @@ class GGUFExporter:
                     "please report this."
                 )
         sizes = {entry.name: entry.nbytes for entry in entries}
-        return ExportSummary(self.name, Path(out), {_FILE: written}, sizes, written)
+        return ExportSummary(self.name, Path(request.out), {_FILE: written}, sizes, written)
 
 
 def _by_tensor(

@@ -12,7 +12,7 @@ Three shapes, from the most to the least portable:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -23,9 +23,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from rco.export.expert_code import experts_per_layer, stock_class, write_pruned_code
-from rco.export.exporter import ExportError, ExportSummary, atomic_folder, resolve_source
-from rco.formats.base import Stored
-from rco.models.loading import LoadedModel, without_progress_bars
+from rco.export.exporter import ExportError, ExportRequest, ExportSummary, atomic_folder
+from rco.models.loading import without_progress_bars
 from rco.models.moe.expert_removal import keep_plan, pad_experts, prune_experts
 from rco.models.moe.layers import moe_layers
 from rco.models.remote_code.modeling_pruned_experts import pruned_class
@@ -117,44 +116,23 @@ class PrunedExporter:
     kind: ClassVar[str] = "expert-pruning"
     padded: ClassVar[bool] = False
 
-    def export(
-        self,
-        source: LoadedModel | str | Path,
-        weights: Mapping[str, Stored],
-        out: str | Path,
-        *,
-        dtype: torch.dtype | None = None,
-        max_shard_size: int | str = "5GB",
-        overwrite: bool = False,
-        numbers: Sequence[Sequence[int]] | None = None,
-    ) -> ExportSummary:
-        """Write a model without its pruned experts; see :class:`rco.export.exporter.Exporter`.
-
-        Args:
-            source: The model without its pruned experts.
-            weights: Must be empty: nothing is quantized.
-            out: The folder.
-            dtype: Must be None: weights keep their type.
-            max_shard_size: Largest safetensors file.
-            overwrite: Replace a folder that is not empty.
-            numbers: For each sparse layer, the numbers that its experts had in the full model.
-        """
-        if weights or dtype is not None:
+    def export(self, request: ExportRequest) -> ExportSummary:
+        """Write a model without its pruned experts and without quantized weights."""
+        if request.weights:
             raise ExportError(
-                f"The format {self.name!r} holds unquantized weights in their own type; use compressed-tensors "
-                "or dense."
+                f"The format {self.name!r} holds unquantized weights; use compressed-tensors or dense."
             )
-        loaded = resolve_source(source)
-        keep = torch.ones(sum(layer.num_experts for layer in moe_layers(loaded.model)))
+        model = request.source.model
+        keep = torch.ones(sum(layer.num_experts for layer in moe_layers(model)))
         written = export_pruned(
-            loaded.model,
+            model,
             keep,
-            out,
+            request.out,
             padded=self.padded,
-            tokenizer=loaded.tokenizer,
-            max_shard_size=max_shard_size,
-            overwrite=overwrite,
-            numbers=numbers,
+            tokenizer=request.source.tokenizer,
+            max_shard_size=request.max_shard_size,
+            overwrite=request.overwrite,
+            numbers=request.expert_numbers,
         )
         files = {file.name: file.stat().st_size for file in sorted(written.path.iterdir())}
         tensors: dict[str, int] = {}

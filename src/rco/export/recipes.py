@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
-from rco.export.exporter import ExportError, ExportSummary, atomic_folder, resolve_source
-from rco.formats.base import Format
-from rco.formats.integer import IntegerGrid, PackedWeight
+from rco.export.exporter import ExportError, ExportRequest, ExportSummary, atomic_folder
+from rco.formats.base import Format, Stored
+from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
@@ -43,8 +42,8 @@ class Choice:
     schemes: Mapping[str, Format]
 
     @classmethod
-    def of(cls, loaded: LoadedModel, weights: Mapping[str, PackedWeight]) -> Choice:
-        """The choice of given packed weights."""
+    def of(cls, loaded: LoadedModel, weights: Mapping[str, Stored]) -> Choice:
+        """The choice of given weights."""
         found = model_linears(loaded.layout, loaded.model, include_head=True)
         linears = {info.name: info for info in found}
         unknown = sorted(weights.keys() - linears.keys())
@@ -124,39 +123,20 @@ class RecipeExporter(ABC):
     name: ClassVar[str]
     kind: ClassVar[str] = "quantization"
 
-    def export(
-        self,
-        source: LoadedModel | str | Path,
-        weights: Mapping[str, PackedWeight],
-        out: str | Path,
-        *,
-        dtype: torch.dtype | None = None,
-        max_shard_size: int | str = "5GB",
-        overwrite: bool = False,
-    ) -> ExportSummary:
-        """Write a recipe; only the schemes of the packed weights are used, not their values.
-
-        Args:
-            source: The full-precision model.
-            weights: Packed weight of every quantized linear, by name.
-            out: The folder to make.
-            dtype: Not used: a recipe holds no tensors.
-            max_shard_size: Not used.
-            overwrite: Replace a folder that is not empty.
-
-        Raises:
-            ExportError: The tool does not support the choice, or the folder cannot be written.
-        """
-        if not weights:
+    def export(self, request: ExportRequest) -> ExportSummary:
+        """Write a recipe; only the formats of the weights are used, not their values."""
+        if not request.weights:
             raise ExportError("No linear is quantized, so there is nothing to write a recipe for.")
-        recipe = self.recipe(Choice.of(resolve_source(source), weights))
+        recipe = self.recipe(Choice.of(request.source, request.weights))
         files = {**recipe.files, "README.md": f"# Recipe for {self.name}\n\n{recipe.usage}"}
-        with atomic_folder(out, overwrite=overwrite) as folder:
+        with atomic_folder(request.out, overwrite=request.overwrite) as folder:
             for name, text in files.items():
                 (folder / name).write_text(text, encoding="utf-8")
         sizes = {name: len(text.encode()) for name, text in sorted(files.items())}
         tensors = dict(recipe.tensors)
-        return ExportSummary(self.name, Path(out), sizes, tensors, sum(tensors.values()), recipe.usage)
+        return ExportSummary(
+            self.name, Path(request.out), sizes, tensors, sum(tensors.values()), recipe.usage
+        )
 
     @abstractmethod
     def recipe(self, choice: Choice) -> Recipe:

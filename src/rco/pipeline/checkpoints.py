@@ -20,6 +20,7 @@ from rco.compression.plan import CompressionPlan
 from rco.core.problem import Allocation
 from rco.evaluation.size import average_bits, checkpoint_size
 from rco.export.engine_checks import validate_for_engine
+from rco.export.exporter import Exporter, ExportRequest
 from rco.export.gguf_container import written_file
 from rco.export.recipes import Choice, RecipeExporter
 from rco.formats.base import Format, Stored
@@ -92,26 +93,25 @@ def _export_quantized(
     pruned = REMOVED in planned.compression.choice_of(allocation).values()
     exporter = check_format(format, planned.compression.plan.engine, pruned=pruned)
     source, weights = deployed or planned.compression.deployed(allocation)
-    if format != "compressed-tensors":
-        summary = exporter.export(source, weights, out, overwrite=overwrite)
-        found: dict[str, Any] = {"export": summary.to_json()}
-        if format == "llama.cpp":
-            found["certificate"] = _certify_blocks(planned, summary.tensors)
-        if format == "gguf":
-            found["certificate"] = _certify_file(planned, allocation, out)
-        return found
     engine = planned.compression.plan.engine.name
-    summary = exporter.export(source, weights, out, overwrite=overwrite, engine=engine)
-    found = {"export": summary.to_json(), "certificate": _certify_bits(planned, allocation, out)}
+    summary = exporter.export(ExportRequest(source, weights, out, overwrite=overwrite, engine=engine))
+    found: dict[str, Any] = {"export": summary.to_json()}
+    if format == "llama.cpp":
+        found["certificate"] = _certify_blocks(planned, summary.tensors)
+    if format == "gguf":
+        found["certificate"] = _certify_file(planned, allocation, out)
+    if format != "compressed-tensors":
+        return found
+    found["certificate"] = _certify_bits(planned, allocation, out)
     if engine != "any":
         written = json.loads((out / "config.json").read_text(encoding="utf-8"))
         found["engine"] = {"preset": engine, "violations": validate_for_engine(written, engine)}
     return found
 
 
-def make_exporter(format: str, kind: str) -> Any:
+def make_exporter(format: str, kind: str) -> Exporter:
     """Exporter of a format; an error if the format does not fit this kind of compression."""
-    exporter = registry.load(registry.EXPORTERS, format, "format")()
+    exporter: Exporter = registry.load(registry.EXPORTERS, format, "format")()
     if exporter.kind != kind:
         fitting = [
             n for n in registry.EXPORTERS if registry.load(registry.EXPORTERS, n, "format").kind == kind
@@ -122,7 +122,7 @@ def make_exporter(format: str, kind: str) -> Any:
     return exporter
 
 
-def check_format(format: str, engine: Engine, *, pruned: bool = False) -> Any:
+def check_format(format: str, engine: Engine, *, pruned: bool = False) -> Exporter:
     """Exporter of a format for quantized weights, if it can express every result of a search for the engine.
 
     Args:
@@ -156,7 +156,7 @@ def check_format(format: str, engine: Engine, *, pruned: bool = False) -> Any:
     return exporter
 
 
-def check_recipe(exporter: Any, loaded: LoadedModel, plan: CompressionPlan) -> None:
+def check_recipe(exporter: Exporter, loaded: LoadedModel, plan: CompressionPlan) -> None:
     """Raise, before a search, if a recipe cannot express every combination of groups and widths.
 
     Raises:
@@ -281,7 +281,7 @@ def _export_pruning(
     exporter = make_exporter(format, planned.compression.kind)
     source = planned.compression.deployed(allocation)[0] if pruned is None else pruned
     kept = planned.compression.kept(allocation)
-    summary = exporter.export(source, {}, out, overwrite=overwrite, numbers=kept)
+    summary = exporter.export(ExportRequest(source, {}, out, overwrite=overwrite, expert_numbers=kept))
     return {
         "export": summary.to_json(),
         "certificate": _certify_experts(

@@ -27,11 +27,12 @@ def check_exporter(exporter: Exporter, source: LoadedModel, weights: Mapping[str
         weights: Packed weights (:class:`rco.formats.base.Stored`) of some of its linears, or none.
         folder: An empty folder to work in.
     """
-    from rco.export.exporter import ExportError
+    from rco.export.exporter import ExportError, ExportRequest
 
     before = {name: value.clone() for name, value in source.model.state_dict().items()}
     out = folder / "out"
-    summary = exporter.export(source, weights, out)
+    request = ExportRequest(source, weights, out)
+    summary = exporter.export(request)
     assert Path(summary.path) == out, f"the summary names {summary.path}, the folder is {out}"
     assert summary.files == _sizes(out), "the summary's files are not those that were written"
     shards = sorted(out.glob("*.safetensors"))
@@ -40,18 +41,17 @@ def check_exporter(exporter: Exporter, source: LoadedModel, weights: Mapping[str
         assert summary.total_bytes == written, f"{summary.total_bytes} bytes reported, {written} written"
         _check_logits(source, weights, out)
     content = {path.name: path.read_bytes() for path in out.iterdir()}
-    _expect(ExportError, lambda: exporter.export(source, weights, out), "a folder that is not empty")
-    exporter.export(source, weights, out, overwrite=True)
+    _expect(ExportError, lambda: exporter.export(request), "a folder that is not empty")
+    exporter.export(replace(request, overwrite=True))
     again = {path.name: path.read_bytes() for path in out.iterdir()}
     assert again == content, f"written twice, {_different(content, again)} differ"
     unknown: dict[str, Any] = {"no.such.linear": next(iter(weights.values()), None)}
     if weights:
-        _expect(
-            ExportError, lambda: exporter.export(source, unknown, folder / "unknown"), "an unknown linear"
-        )
+        wrong = ExportRequest(source, unknown, folder / "unknown")
+        _expect(ExportError, lambda: exporter.export(wrong), "an unknown linear")
     broken = replace(source, tokenizer=_BrokenTokenizer())
     try:
-        exporter.export(broken, weights, folder / "broken")
+        exporter.export(ExportRequest(broken, weights, folder / "broken"))
     except (OSError, ExportError):
         assert not (folder / "broken").exists(), "an export that failed has left a folder"
     left = {path.name for path in folder.iterdir()} - {"out", "broken"}
