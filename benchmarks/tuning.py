@@ -264,6 +264,8 @@ def gumbel_maker(seed):
     class GumbelGrid(Tunable):
         """Logits over codes two below to two above the stored one; hard choices outside of training."""
 
+        spacing = {"logits": 10.0}  # noqa: RUF012 - a rate ten times that of offsets
+
         def __init__(self, weight, original):
             super().__init__()
             fractions = TunableGrid(weight, original).offsets.detach()
@@ -280,22 +282,27 @@ def gumbel_maker(seed):
             )
             self.register_buffer("values", values.clamp(0, top).to(torch.uint8), persistent=False)
             self.register_buffer("steps", (values - zeros.unsqueeze(-1)).half(), persistent=False)
-            start = -4.0 * (shifts.float() - fractions.unsqueeze(-1)).square()
-            self.logits = nn.Parameter(start.masked_fill(outside, -30.0))
-            self.register_buffer("noise", torch.zeros_like(start), persistent=False)
-            self.register_buffer("temperature", torch.ones((), device=codes.device), persistent=False)
+            self.register_buffer("outside", outside, persistent=False)
+            self.logits = nn.Parameter(-(shifts.float() - fractions.unsqueeze(-1)).square())
+            self.register_buffer("noise", torch.zeros_like(self.logits), persistent=False)
+            # Factors of logits and noise in the softmax.
+            self.register_buffer("sharpness", torch.ones(2, device=codes.device), persistent=False)
             self.generator = torch.Generator(codes.device).manual_seed(seed)
 
         def _wide(self, scales):
             return scales.repeat_interleave(self._weight.group_size, 1)[:, : self._weight.shape[1]]
 
+        def _inside(self):
+            return self.logits.masked_fill(self.outside, -torch.inf)
+
         def _choice(self):
-            return self.logits.detach().argmax(-1, keepdim=True)
+            return self._inside().detach().argmax(-1, keepdim=True)
 
         def forward(self):
             scales = self.scales + (self.scales.to(self._weight.dtype).float() - self.scales).detach()
             if self.training:
-                shares = torch.softmax((self.logits + self.noise) / self.temperature, dim=-1)
+                weight, noise = self.sharpness
+                shares = torch.softmax(weight * self._inside() + noise * self.noise, dim=-1)
                 steps = (shares * self.steps.float()).sum(-1)
             else:
                 steps = self.steps.gather(-1, self._choice()).squeeze(-1).float()
@@ -311,7 +318,10 @@ def gumbel_maker(seed):
             return self._weight.over(parts if zeros is None else {**parts, "zeros": zeros})
 
         def anneal(self, progress):
-            self.temperature.fill_(2.0 * (0.05 / 2.0) ** progress)
+            # As in GSQ, the temperature falls and the factor of the logits rises, until no chance is left.
+            temperature = 2.0 * (0.05 / 2.0) ** progress
+            self.sharpness[0] = 4.0 * 25.0**progress / temperature
+            self.sharpness[1] = 1.0 / temperature
             uniform = torch.empty_like(self.noise).uniform_(1e-6, 1 - 1e-6, generator=self.generator)
             torch.log(-torch.log(uniform), out=self.noise).neg_()
             return True

@@ -24,7 +24,7 @@ from rco.compression.tuning import (
 from rco.core.problem import Allocation
 from rco.data.calibration import CalibrationSet
 from rco.formats.base import EncodeSettings
-from rco.formats.integer import IntegerGrid
+from rco.formats.integer import IntegerGrid, TunableGrid
 from rco.models.loading import wrap_model
 from rco.models.moe.linears import model_linears
 from rco.models.precision import computing_in
@@ -159,6 +159,24 @@ def test_tuning_that_only_does_harm_leaves_the_weights_as_they_were(case, mode):
     for name, stored in case.weights.items():
         for part, tensor in stored.tensors.items():
             assert torch.equal(found.weights[name].tensors[part], tensor)
+
+
+class Relaxed(TunableGrid):
+    """A grid that is trained far from what is stored."""
+
+    def forward(self):
+        return super().forward() + (1.0 if self.training else 0.0)
+
+
+@pytest.mark.parametrize("mode", ["blocks", "full"])
+def test_the_start_is_measured_as_stored_if_training_relaxes_the_grid(case, mode):
+    plain = case.run(replace(QUICK, mode=mode))
+    found = case.run(
+        replace(QUICK, mode=mode), make=lambda stored, original, codes: Relaxed(stored, original)
+    )
+    assert found.before == plain.before
+    assert found.after <= found.before
+    assert found.curve[0].get("before") == plain.curve[0].get("before")
 
 
 @pytest.mark.parametrize("mode", ["scales", "full"])

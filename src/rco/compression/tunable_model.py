@@ -188,7 +188,7 @@ def tunable_model(
                 if weight.trained:
                     parameter.requires_grad_(True)
             model = TunableModel(loaded, places)
-            model.decode()
+            model.train(False)  # weights as they are stored, until a training begins
             yield model
         finally:
             for parameter, original in held.values():
