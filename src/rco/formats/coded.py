@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rco.formats import integer_kernels_cpu
-from rco.formats.base import Stored
+from rco.formats.base import Format, Stored
 from rco.formats.integer_kernels_cpu import (
     CompiledOperands,
     decode_compiled,
@@ -25,6 +25,7 @@ from rco.formats.integer_kernels_cpu import (
 )
 
 __all__ = [
+    "CodedFormat",
     "CodedWeight",
     "check_bits",
     "decode_codes",
@@ -116,6 +117,22 @@ def unpack(packed: Tensor, bits: int, cols: int) -> Tensor:
             value = (value & ((1 << low) - 1)) | (words[:, :count, word + 1] << low)
         target_i.copy_(value & ((1 << bits) - 1))
     return codes
+
+
+class CodedFormat(Format):
+    """Base of formats whose weights are :class:`CodedWeight`: decoding and inner products by the common kernels."""
+
+    def decode(self, stored: Stored, dtype: torch.dtype) -> Tensor:
+        """The matrix as the serving engine decodes it, then cast."""
+        out = torch.empty(stored.shape, dtype=dtype, device=stored.device)
+        stored.decode(out)
+        return out
+
+    def inner_products(self, stored: Stored, gradient: Tensor, segments: int = 1) -> Tensor:
+        """Inner products by the fused kernels, which never hold the whole decoded matrix."""
+        from rco.formats.products import inner_products
+
+        return inner_products(gradient, [stored], segments).view(segments)
 
 
 class CodedWeight(Stored):

@@ -27,7 +27,7 @@ from rco.formats.base import (
     Tunable,
     measured,
 )
-from rco.formats.coded import CodedWeight, pack
+from rco.formats.coded import CodedFormat, CodedWeight, pack
 from rco.formats.gptq import exact_errors, factorize
 from rco.formats.rounding import check_weight, normalized_importance, working_dtype
 
@@ -132,7 +132,7 @@ def _nearest(values: Tensor, element: Element) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FloatingPoint(Format):
+class FloatingPoint(CodedFormat):
     """A floating-point format, or 8-bit integers per channel; see the table of names in this module."""
 
     name: str = "fp8"
@@ -315,26 +315,7 @@ class FloatingPoint(Format):
             best = best.repeat_interleave(_BLOCK, dim=0)[:rows].contiguous()
         return {"scales": best, **extra}
 
-    # ------------------------------------------------------------------ decoding
-
-    def decode(self, stored: Stored, dtype: torch.dtype) -> Tensor:
-        """The matrix as compressed-tensors decodes it, then cast."""
-        out = torch.empty(stored.shape, dtype=dtype, device=stored.device)
-        stored.decode(out)
-        return out
-
-    def decode_into(self, stored: Stored, out: Tensor) -> None:
-        """Write the decoded matrix to ``out``, which may be on another device."""
-        target = out if out.device == stored.device else out.new_empty(out.shape, device=stored.device)
-        stored.decode(target)
-        if target is not out:
-            out.copy_(target)
-
-    def inner_products(self, stored: Stored, gradient: Tensor, segments: int = 1) -> Tensor:
-        """Inner products by the fused kernels, which never hold the whole decoded matrix."""
-        from rco.formats.products import inner_products
-
-        return inner_products(gradient, [stored], segments).view(segments)
+    # ------------------------------------------------------------------ use
 
     def tunable(
         self, stored: Stored, original: Tensor | None = None, *, codes: bool = True

@@ -27,6 +27,7 @@ from rco.formats.base import (
     measured,
 )
 from rco.formats.coded import (
+    CodedFormat,
     CodedWeight,
     check_bits,
     decode_codes,
@@ -52,7 +53,7 @@ _STORAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class IntegerGrid(Format):
+class IntegerGrid(CodedFormat):
     """Codes of a fixed width on a uniform grid per row and group of columns.
 
     Attributes:
@@ -179,18 +180,6 @@ class IntegerGrid(Format):
         )
         errors, relative = result.errors.tolist(), result.relative_errors.tolist()
         return [Encoded(*each) for each in zip(result.candidates, errors, relative, strict=True)]
-
-    def decode(self, stored: Stored, dtype: torch.dtype) -> Tensor:
-        """The matrix as compressed-tensors decodes it, then cast."""
-        out = torch.empty(stored.shape, dtype=dtype, device=stored.device)
-        stored.decode(out)
-        return out
-
-    def inner_products(self, stored: Stored, gradient: Tensor, segments: int = 1) -> Tensor:
-        """Inner products by the fused kernels, which never hold the whole decoded matrix."""
-        from rco.formats.products import inner_products
-
-        return inner_products(gradient, [packed_weight(stored)], segments).view(segments)
 
     def tunable(self, stored: Stored, original: Tensor | None = None, *, codes: bool = True) -> TunableGrid:
         """The weight with trainable scales and, with ``codes``, offsets of the codes."""

@@ -1,6 +1,6 @@
 """Inner products of a gradient with every option of a layer.
 
-Integer grids and dense matrices take one fused pass over the gradient. Any other format computes its inner product
+Coded weights and dense matrices take one fused pass over the gradient. Any other format computes its inner product
 itself, one option after the other, so that at most one of them is dense at a time.
 """
 

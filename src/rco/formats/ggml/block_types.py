@@ -30,7 +30,7 @@ from rco.formats.base import (
     Tunable,
     measured,
 )
-from rco.formats.coded import CodedWeight, decode_codes, pack
+from rco.formats.coded import CodedFormat, CodedWeight, decode_codes, pack
 from rco.formats.ggml import libggml
 from rco.formats.ggml.bit_layout import LAYOUTS, join, split
 
@@ -144,7 +144,7 @@ def importances(statistics: Tensor | None) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class GGMLFormat(Format):
+class GGMLFormat(CodedFormat):
     """A weight in one of ggml's block types.
 
     Attributes:
@@ -284,18 +284,6 @@ class GGMLFormat(Format):
     def restore(self, shape: Shape, tensors: Mapping[str, Tensor]) -> BlockWeight:
         """The weight over codes, scales and minima."""
         return BlockWeight(self, shape, tensors)
-
-    def decode(self, stored: Stored, dtype: torch.dtype) -> Tensor:
-        """The matrix as ggml decodes it, in float32, then cast."""
-        out = torch.empty(stored.shape, dtype=dtype, device=stored.device)
-        stored.decode(out)
-        return out
-
-    def inner_products(self, stored: Stored, gradient: Tensor, segments: int = 1) -> Tensor:
-        """Inner products by the fused kernels, which never hold the whole decoded matrix."""
-        from rco.formats.products import inner_products
-
-        return inner_products(gradient, [block_weight(stored)], segments).view(segments)
 
     def tunable(self, stored: Stored, original: Tensor | None = None, *, codes: bool = True) -> TunableBlocks:
         """The weight with trainable scales, minima and, where values are equally spaced, codes."""
