@@ -621,7 +621,6 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
         return named[0]
 
     @property
-    @property
     def mixes(self) -> list[str]:
         """Names that may be mixtures of llama.cpp: sizes and methods."""
         listed = f"{self.methods},{self.size or ''}".split(",")
