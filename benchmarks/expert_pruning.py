@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from parts import merge_parts, run_parts, settings_from, text_files
+from parts import RunSettings, merge_parts, run_parts, settings_from
 
 RESULTS = Path(__file__).parent / "results"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "expert_pruning.md"
-DOMAINS = "en_prose,python_code,tech_docs,math_latex,de_law,fr_novels,dialogue"
 METHODS = (
     "rco,rco:gates=scale,evoesap,evoesap-acceptance,greedy,rco@0.1,"
     "reap,reap-global,frequency,frequency-global,mass-global,random-pick"
@@ -77,46 +76,25 @@ class Part:
         return SHORT if rule else share
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class Settings(RunSettings):
     """What every part of a run shares."""
 
-    text: str | None
-    domains: str
     evaluations: int
-    length: int
-    sequences: int
-    selection: int
-    evaluation: int
-    device: str
-    threads: int
 
-    def config(self, model, experts):
+    def comparison(self, model, experts):
         """The comparison that a part belongs to."""
         from rco.pipeline.configs import ComparePruneConfig
 
-        return ComparePruneConfig(
+        config = self.config(
             model=model,
             experts=experts,
-            data=text_files(self.text, self.domains, "calibration") if self.text else "builtin",
-            eval_data=text_files(self.text, self.domains, "evaluation") if self.text else None,
-            length=self.length,
-            sequences=self.sequences,
-            selection=self.selection,
-            evaluation=self.evaluation,
+            eval_data=self.evaluation_text,
             tokens=self.evaluations * self.length,
-            device=self.device,
             # One arithmetic type on every device, so that their numbers compare.
             dtype="float32" if self.device != "cpu" else "auto",
         )
-
-    def header(self):
-        """The first line of a file of parts; paths are left out."""
-        described = dataclasses.asdict(self)
-        if self.text is None:
-            described["domains"] = "builtin"
-        del described["text"]
-        return described
+        return ComparePruneConfig(**config)
 
 
 # ----------------------------------------------------------------------- running
@@ -127,7 +105,7 @@ def contest_of(settings, model, experts, changed):
     """The problem of a part, kept for the parts that follow."""
     from rco.pipeline.compare import ExpertContest
 
-    config = dataclasses.replace(settings.config(model, experts), **dict(changed))
+    config = dataclasses.replace(settings.comparison(model, experts), **dict(changed))
     return ExpertContest(config)
 
 
@@ -251,23 +229,12 @@ def main():
     verbs = parser.add_subparsers(required=True)
     runs = verbs.add_parser("run", help="measure what is missing")
     runs.set_defaults(verb=run)
-    runs.add_argument("--parts", type=Path, required=True, help="file that takes one line per finished part")
+    Settings.add_arguments(runs)
     runs.add_argument("--model", default="tiny-moe", help="built-in names or folders, comma-separated")
-    runs.add_argument(
-        "--text", help="folder of NAME.calibration.txt and NAME.evaluation.txt; default: built-in"
-    )
-    runs.add_argument("--domains", default=DOMAINS, help="names of the texts in that folder")
     runs.add_argument("--experts", default="0.25,0.5")
     runs.add_argument("--methods", default=METHODS)
     runs.add_argument("--seeds", type=int, default=5)
     runs.add_argument("--evaluations", type=int, default=800, help="sequences that a search may forward")
-    runs.add_argument("--length", type=int, default=128)
-    runs.add_argument("--sequences", type=int, default=112)
-    runs.add_argument("--selection", type=int, default=28)
-    runs.add_argument("--evaluation", type=int, default=84)
-    runs.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    runs.add_argument("--threads", type=int, default=1, help="threads of each process")
-    runs.add_argument("--workers", type=int, default=1, help="processes")
     merges = verbs.add_parser("merge", help="write results/*.json from files of parts")
     merges.set_defaults(verb=merge)
     merges.add_argument("parts", type=Path, nargs="+")

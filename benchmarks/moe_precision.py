@@ -31,10 +31,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from parts import merge_parts, run_parts, settings_from, text_files
+from parts import SearchSettings, merge_parts, run_parts, settings_from
 
 RESULTS = Path(__file__).parent / "results"
-DOMAINS = "en_prose,python_code,tech_docs,math_latex,de_law,fr_novels,dialogue"
 METHODS = "rco*,rco,rco*-projection,mxmoe,mxmoe-expert,uniform2,uniform3,uniform4,prune16,prune4,bits+prune"
 WIDTHS = "2,3,4,5,6,7,8"
 ATTENTION = ["attention=16"]
@@ -56,63 +55,32 @@ EQUAL_BYTES = ("rco", "prune16", "prune4", "bits+prune")
 ONLY = {"prune16": 16, "prune4": 4}  # the one width beside none
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class Settings(SearchSettings):
     """What every part of a run shares."""
 
-    text: str | None
-    domains: str
-    work: str
-    length: int
-    sequences: int
-    selection: int
-    evaluation: int
-    steps: int
-    samples: int
-    refine: int
-    sensitivity: int
-    group_size: int
-    device: str
-    threads: int
-
-    def config(self, model, bits, seed, method):
+    def quantization(self, model, bits, seed, method):
         """The quantization that a part is."""
         from rco.pipeline.configs import QuantizeConfig
 
-        described = {
-            "bits": bits,
-            "widths": WIDTHS,
-            **PLANS[method],
-        }
+        described = {"bits": bits, "widths": WIDTHS, **PLANS[method]}
         if method in EQUAL_BYTES:
             described["size"] = str(self.bytes_of(model, bits, seed))
             del described["bits"]
-        return QuantizeConfig(
+        config = self.config(
             model=model,
-            data=text_files(self.text, self.domains, "calibration") if self.text else "builtin",
-            eval_data=text_files(self.text, self.domains, "evaluation") if self.text else None,
-            length=self.length,
-            sequences=self.sequences,
-            selection=self.selection,
-            evaluation=self.evaluation,
-            sensitivity=self.sensitivity,
-            steps=self.steps,
-            samples=self.samples,
-            refine=self.refine,
-            group_size=self.group_size,
+            eval_data=self.evaluation_text,
             seed=seed,
-            format="none",
             store=Path(self.work) / f"{Path(model).name}-{seed}",
-            device=self.device,
             compute="float32",  # on every device, so that their numbers compare
-            **described,
         )
+        return QuantizeConfig(**config, **described)
 
     def base(self, model, bits, seed):
         """The plan and costs of ``rco*``, which the other budgets are derived from."""
         from rco.pipeline.planning import plan_compression
 
-        return plan_compression(self.config(model, bits, seed, "rco*"))
+        return plan_compression(self.quantization(model, bits, seed, "rco*"))
 
     def bytes_of(self, model, bits, seed):
         """Bytes of a checkpoint whose experts take exactly that many bits on average, attention at 16."""
@@ -131,15 +99,6 @@ class Settings:
         share = (Fraction(bits) - Fraction(low)) / (Fraction(high) - Fraction(low))
         return int(size.fixed + ends[0] + share * (ends[1] - ends[0]))
 
-    def header(self):
-        """The first line of a file of parts; paths are left out."""
-        described = dataclasses.asdict(self)
-        if self.text is None:
-            described["domains"] = "builtin"
-        for name in ("text", "work"):
-            del described[name]
-        return described
-
 
 def _allowed(backend):
     return [[backend.plan.widths.index(w) for w in group.widths] for group in backend.plan.groups]
@@ -150,7 +109,7 @@ def _allowed(backend):
 
 def prepare(settings, model, seed):
     """Candidates that the parts of a seed share."""
-    _candidates(settings.config(model, "3", seed, "rco*"))
+    _candidates(settings.quantization(model, "3", seed, "rco*"))
 
 
 def _candidates(config):
@@ -171,7 +130,7 @@ def run_part(settings, model, bits, seed, method):
     from rco.pipeline.searchers import configured_searcher
 
     began = time.perf_counter()
-    config = settings.config(model, bits, seed, method)
+    config = settings.quantization(model, bits, seed, method)
     planned, data = _candidates(config)
     backend, problem = planned.compression, planned.problem
     if method in ONLY:
@@ -285,7 +244,7 @@ def run(arguments):
 
     return run_parts(
         arguments.parts,
-        settings.header(),
+        settings.header(paths=("text", "work")),
         {(Path(model).name, *rest): (settings, model, *rest) for model, *rest in parts},
         run_part,
         show,
@@ -345,26 +304,11 @@ def main():
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     runs = verbs.add_parser("run")
-    runs.add_argument("--parts", type=Path, required=True)
+    Settings.add_arguments(runs, work="runs/moe-precision", sensitivity=56)
     runs.add_argument("--model", default="tiny-moe", help="names or folders, comma-separated")
     runs.add_argument("--bits", default="2.5,3.0,3.5")
     runs.add_argument("--seeds", type=int, default=3)
     runs.add_argument("--methods", default=METHODS)
-    runs.add_argument("--text", help="folder with NAME.calibration.txt and NAME.evaluation.txt")
-    runs.add_argument("--domains", default=DOMAINS)
-    runs.add_argument("--work", default="runs/moe-precision", help="folder of the candidates")
-    runs.add_argument("--length", type=int, default=128)
-    runs.add_argument("--sequences", type=int, default=112)
-    runs.add_argument("--sensitivity", type=int, default=56)
-    runs.add_argument("--selection", type=int, default=28)
-    runs.add_argument("--evaluation", type=int, default=84)
-    runs.add_argument("--steps", type=int, default=40)
-    runs.add_argument("--samples", type=int, default=4)
-    runs.add_argument("--refine", type=int, default=20)
-    runs.add_argument("--group-size", type=int, default=64)
-    runs.add_argument("--device", default="cpu")
-    runs.add_argument("--threads", type=int, default=1)
-    runs.add_argument("--workers", type=int, default=1)
     merges = verbs.add_parser("merge")
     merges.add_argument("files", type=Path, nargs="+")
     merges.add_argument(

@@ -14,6 +14,85 @@ from pathlib import Path
 
 from rco.atomic_files import make_folder, write_json_atomic, write_text_atomic
 
+DOMAINS = "en_prose,python_code,tech_docs,math_latex,de_law,fr_novels,dialogue"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What all parts of a measurement on a model share: text, numbers of sequences, device."""
+
+    text: str | None
+    domains: str
+    length: int
+    sequences: int
+    selection: int
+    evaluation: int
+    device: str
+    threads: int
+
+    @property
+    def calibration_text(self):
+        return text_files(self.text, self.domains, "calibration") if self.text else "builtin"
+
+    @property
+    def evaluation_text(self):
+        return text_files(self.text, self.domains, "evaluation") if self.text else None
+
+    def config(self, **others):
+        """Arguments of a config of rco.pipeline.configs."""
+        names = ("length", "sequences", "selection", "evaluation", "device")
+        return {"data": self.calibration_text, **{name: getattr(self, name) for name in names}, **others}
+
+    def header(self, paths=("text",)):
+        """The first line of a file of parts, without paths."""
+        described = dataclasses.asdict(self) | ({} if self.text else {"domains": "builtin"})
+        return {name: value for name, value in described.items() if name not in paths}
+
+    @staticmethod
+    def add_arguments(parser, **defaults):
+        """Add the options of :func:`run_parts` and of these settings to a parser."""
+        numbers = {
+            "length": 128,
+            "sequences": 112,
+            "selection": 28,
+            "evaluation": 84,
+            "threads": 1,
+        } | defaults
+        parser.add_argument("--parts", type=Path, required=True, help="file with a line per finished part")
+        parser.add_argument("--workers", type=int, default=1, help="processes")
+        parser.add_argument(
+            "--text", help="folder of NAME.calibration.txt and NAME.evaluation.txt; built-in without"
+        )
+        parser.add_argument("--domains", default=DOMAINS, help="names of the texts to calibrate on")
+        parser.add_argument("--device", default="cpu")
+        for name, default in numbers.items():
+            parser.add_argument(f"--{name}", type=int, default=default)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchSettings(RunSettings):
+    """The same for measurements that search over widths: the search, its candidates and where they are kept."""
+
+    work: str
+    steps: int
+    samples: int
+    refine: int
+    sensitivity: int
+    group_size: int
+
+    def config(self, **others):
+        names = ("steps", "samples", "refine", "sensitivity", "group_size")
+        return super().config(**{name: getattr(self, name) for name in names}, format="none", **others)
+
+    @staticmethod
+    def add_arguments(parser, **defaults):
+        work, sensitivity = defaults.pop("work"), defaults.pop("sensitivity")
+        RunSettings.add_arguments(parser, **defaults)
+        parser.add_argument("--work", default=work, help="folder of the candidates")
+        numbers = {"steps": 40, "samples": 4, "refine": 20, "sensitivity": sensitivity, "group-size": 64}
+        for name, default in numbers.items():
+            parser.add_argument(f"--{name}", type=int, default=default)
+
 
 def start_worker(threads):
     """Before anything is computed in a process."""

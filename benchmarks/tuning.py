@@ -36,70 +36,43 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from parts import merge_parts, run_parts, settings_from, text_files
+from parts import SearchSettings, merge_parts, run_parts, settings_from
 
 RESULTS = Path(__file__).parent / "results"
-TUNED_ON = "en_prose,python_code,tech_docs,math_latex,de_law,fr_novels,dialogue"
 OTHERS = "en_wiki,js_code"
 WIKITEXT = "wikitext2.validation.txt"
 WAYS = "none,straight-through,scales,blocks,sign,sign-blocks,gumbel,gumbel-blocks"
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class Settings(SearchSettings):
     """What every part of a run shares."""
 
-    text: str | None
-    domains: str
     others: str
     tasks: str | None
     limit: int
     peers: str | None
-    work: str
-    length: int
-    sequences: int
-    selection: int
-    evaluation: int
-    steps: int
-    samples: int
-    refine: int
-    sensitivity: int
-    group_size: int
     method: str
     tokens: int
     distinct: int
-    device: str
     compute: str
-    threads: int
 
-    def config(self, model, bits, seed):
+    def quantization(self, model, bits, seed):
         """The quantization whose result is tuned."""
         from rco.pipeline.configs import QuantizeConfig
 
         experts = {"count": "experts", "lock": ["attention=16"]} if "moe" in Path(model).name else {}
-        return QuantizeConfig(
+        config = self.config(
             model=model,
             bits=bits,
-            data=text_files(self.text, self.domains, "calibration") if self.text else "builtin",
-            length=self.length,
-            sequences=self.sequences,
-            selection=self.selection,
-            evaluation=self.evaluation,
-            sensitivity=self.sensitivity,
-            steps=self.steps,
-            samples=self.samples,
-            refine=self.refine,
-            group_size=self.group_size,
             method=self.method,
             widths="2,3,4,5,6,8",
             seed=seed,
-            format="none",
             tune="off",
             store=Path(self.work) / f"{Path(model).name}-{self.method}-{seed}",
-            device=self.device,
             compute=self.compute,
-            **experts,
         )
+        return QuantizeConfig(**config, **experts)
 
     def allocation_file(self, model, bits, seed):
         return Path(self.work) / f"{Path(model).name}-{self.method}-{seed}-{bits}.json"
@@ -124,7 +97,7 @@ def planned_data(settings, model, bits, seed):
     from rco.atomic_files import atomic_path
     from rco.pipeline.planning import plan_compression
 
-    config = settings.config(model, bits, seed)
+    config = settings.quantization(model, bits, seed)
     planned = plan_compression(config)
     file = Path(settings.work) / f"{Path(model).name}-{seed}-texts.pickle"
     if not file.exists():
@@ -463,12 +436,9 @@ def run(arguments):
             for (model, seed), budgets in wanted.items()
         ]
 
-    described = dataclasses.asdict(settings)
-    for name in ("work", "threads", "tasks", "text", "peers"):
-        described.pop(name)
     return run_parts(
         arguments.parts,
-        described,
+        settings.header(paths=("work", "threads", "tasks", "text", "peers")),
         parts,
         work,
         lambda line: f"KL {line['kl']:.4f} perplexity {line['perplexity']:.2f}",
@@ -565,37 +535,22 @@ def main():
     )
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("run")
-    one.add_argument("--parts", type=Path, required=True)
+    Settings.add_arguments(
+        one, length=512, sequences=96, selection=16, evaluation=16, sensitivity=32, work="runs/tuning"
+    )
     one.add_argument("--model", default="tiny-llama", help="names or folders, comma-separated")
     one.add_argument("--bits", default="2.5")
     one.add_argument("--seeds", default="0")
     one.add_argument("--allocations", default="rco")
     one.add_argument("--ways", default=WAYS)
-    one.add_argument(
-        "--text", help="folder of NAME.calibration.txt and NAME.evaluation.txt; built-in without"
-    )
-    one.add_argument("--domains", default=TUNED_ON, help="of --text, to calibrate and tune on")
     one.add_argument("--others", default=OTHERS, help="of --text, only measured")
     one.add_argument("--tasks", help="folder of JSONL tasks")
     one.add_argument("--limit", type=int, default=200, help="items per task")
     one.add_argument("--peers", help="folder of checkpoints of `auto-round`")
-    one.add_argument("--work", default="runs/tuning")
-    one.add_argument("--length", type=int, default=512)
-    one.add_argument("--sequences", type=int, default=96)
-    one.add_argument("--selection", type=int, default=16)
-    one.add_argument("--evaluation", type=int, default=16, help="sequences per domain")
-    one.add_argument("--steps", type=int, default=40)
-    one.add_argument("--samples", type=int, default=4)
-    one.add_argument("--refine", type=int, default=20)
-    one.add_argument("--sensitivity", type=int, default=32)
-    one.add_argument("--group-size", type=int, default=64)
     one.add_argument("--method", default="gptq")
     one.add_argument("--tokens", type=int, default=1 << 21)
     one.add_argument("--distinct", type=int, default=4000, help="most different sequences")
-    one.add_argument("--device", default="cpu")
     one.add_argument("--compute", default="auto")
-    one.add_argument("--threads", type=int, default=1)
-    one.add_argument("--workers", type=int, default=1)
     peer = commands.add_parser("auto-round")
     peer.add_argument("--model", required=True, help="a folder")
     peer.add_argument("--bits", default="2,3,4")

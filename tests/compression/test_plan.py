@@ -70,8 +70,8 @@ def test_marlin_takes_four_and_eight_bits(llama):
     ("arguments", "message"),
     [
         ({"serve": "ollama"}, "Unknown engine"),
-        ({"locks": ["q_proj"]}, "REGEX=WIDTH"),
-        ({"locks": ["q_proj=9"]}, "possible are"),
+        ({"locks": ["q_proj"]}, "REGEX=VALUE"),
+        ({"locks": ["q_proj=9"]}, "one of 2, 3, 4, 5, 6, 7, 8, 16"),
         ({"locks": ["nothing_here=4"]}, "matches no linear"),
         ({"skips": ["("]}, "regular expression"),
         ({"skips": ["proj"]}, "nothing is left"),

@@ -159,7 +159,7 @@ def test_groups_offer_the_types_that_fit_a_row(loaded):
     [
         ({"types": "q4_k,q7"}, "'q7' is none of"),
         ({"types": ","}, "names no type"),
-        ({"locks": ["lm_head=q2_k"]}, "REGEX=TYPE with one of q3_k"),
+        ({"locks": ["lm_head=q2_k"]}, "REGEX=VALUE, where VALUE is one of q3_k"),
         ({"locks": ["down_proj=q4_k"]}, "locked to q4_k"),
         ({"locks": ["lm_hed=q4_k"]}, "matches no linear"),
         ({"types": "q8_0"}, "No tensor has a choice"),

@@ -347,7 +347,7 @@ def test_errors_say_what_is_wrong():
         layer.select(0, torch.zeros(4))
     with pytest.raises(ValueError, match="active must have 5"):
         layer.select(0, None, [True])
-    with pytest.raises(ValueError, match="transpose of the stored weight"):
+    with pytest.raises(ValueError, match=r"needs \(13, 6\), one row per output"):
         SwitchableLinear([packed_weight(6, 13, 2)], torch.zeros(6, 13), transposed=True)
     with pytest.raises(ValueError, match="at least one"):
         SwitchableLinear([], torch.zeros(6, 13))

@@ -89,5 +89,5 @@ def test_tables_that_are_not_known_are_refused():
     model.model.embed_tokens = Other.from_pretrained(model.model.embed_tokens.weight)
     with pytest.raises(ModelError, match=r"embed_tokens is a Other"):
         switchable_ends(layout, model, embedding_info(layout, model), [None])
-    with pytest.raises(ValueError, match=r"Option 0 has shape \(2, 32\), the embedding needs \(4, 32\)"):
+    with pytest.raises(ValueError, match=r"Option 0 has shape \(2, 32\), the layer needs \(4, 32\)"):
         SwitchableEmbedding([formats.parse("bf16").encode(torch.zeros(2, 32))], torch.zeros(4, 32))

@@ -7,9 +7,9 @@ serving engine become constraints here, before any work, so that the engine load
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import get_args
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar, get_args
 
 import numpy as np
 
@@ -37,7 +37,6 @@ __all__ = [
     "stored_width",
 ]
 
-_REMOVAL_LOCKS: dict[str, Format] = {"keep": ORIGINAL, "prune": REMOVED}
 ROLES = ("attention", "mlp", EXPERT_ROLE, "shared_expert", "outer", "head", EMBEDDING_ROLE)
 
 
@@ -259,7 +258,8 @@ def make_plan(
     widths = tuple(sorted(set(engine.widths if widths is None else widths)))
     sparse = any(info.role == EXPERT_ROLE for info in linears)
     experts = _expert_groups(engine, experts, sparse=sparse, allow_prune=allow_prune)
-    locked = _parse_locks(locks, linears, widths)
+    values = {str(width): width for width in (*widths, ORIGINAL.bits)}
+    locked = _parse_locks(locks, values, lambda pattern: _matching(pattern, "lock", linears))
     if engine.format == "compressed-tensors":
         for info in linears:
             if info.path in unpackable and info.block is not None:
@@ -368,15 +368,8 @@ def make_gguf_plan(
     Raises:
         ValueError: A lock, skip or tie is invalid, or nothing is left to choose.
     """
-    locked: dict[str, Format] = {}
-    for lock in locks:
-        pattern, separator, name = lock.rpartition("=")
-        option = next((o for o in (*types, ORIGINAL) if o.name == name.strip().lower()), None)
-        if not separator or option is None:
-            raise ValueError(
-                f"`lock` is REGEX=TYPE with one of {', '.join(o.name for o in types)} or original, got {lock!r}."
-            )
-        locked |= {info.name: option for info in _matching(pattern, "lock", linears)}
+    values = {option.name: option for option in (*types, ORIGINAL)}
+    locked = _parse_locks(locks, values, lambda pattern: _matching(pattern, "lock", linears))
     left_out = {info.name for pattern in skips for info in _matching(pattern, "skip", linears)}
     chosen = [info for info in linears if info.name not in left_out and target.entry(info) is not None]
     # A tied output layer is the embedding's group.
@@ -434,26 +427,13 @@ def make_removal_plan(linears: Sequence[LinearInfo], locks: Sequence[str] = ()) 
     for info in linears:
         if isinstance(info, ExpertLinear):
             experts.setdefault((info.layer.index, info.expert), []).append(info)
-    names = [_cluster_name(members) for members in experts.values()]
-    options: list[tuple[Format, ...]] = [(REMOVED, ORIGINAL)] * len(names)
-    for lock in locks:
-        pattern, _, wanted = lock.rpartition("=")
-        if not pattern or wanted not in _REMOVAL_LOCKS:
-            raise ValueError(f"`lock` is REGEX=keep or REGEX=prune, got {lock!r}.")
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"`lock={lock!r}` has an invalid pattern: {error}.") from None
-        matched = [index for index, name in enumerate(names) if compiled.search(name)]
-        if not matched:
-            raise ValueError(
-                f"`lock={lock!r}` matches no expert; experts are named {names[0]} to {names[-1]}."
-            )
-        for index in matched:
-            options[index] = (_REMOVAL_LOCKS[wanted],)
     groups = [
-        Group(name, tuple(members), allowed)
-        for name, members, allowed in zip(names, experts.values(), options, strict=True)
+        Group(_cluster_name(members), tuple(members), (REMOVED, ORIGINAL)) for members in experts.values()
+    ]
+    values = {"keep": ORIGINAL, "prune": REMOVED}
+    locked = _parse_locks(locks, values, lambda pattern: _named(pattern, "lock", groups, "expert"))
+    groups = [
+        replace(group, options=(locked[group.name],)) if group.name in locked else group for group in groups
     ]
     chosen = tuple(member for members in experts.values() for member in members)
     skipped = tuple(info.name for info in linears if not isinstance(info, ExpertLinear))
@@ -566,6 +546,10 @@ def _check_widths(
             raise ValueError(f"{reason}; change `widths`, `group_size` or `symmetric`, or `serve`.")
 
 
+NamedT = TypeVar("NamedT", "LinearInfo", "Group")
+ValueT = TypeVar("ValueT")
+
+
 def _matching(pattern: str, argument: str, linears: Sequence[LinearInfo]) -> list[LinearInfo]:
     """Linears of a role, if the pattern names one, else linears whose name contains a match."""
     if pattern in ROLES:
@@ -573,34 +557,45 @@ def _matching(pattern: str, argument: str, linears: Sequence[LinearInfo]) -> lis
         if not found:
             raise ValueError(f"`{argument}` {pattern!r}: the model has no linears of that role.")
         return found
+    roles = ", ".join(dict.fromkeys(info.role for info in linears))
+    return _named(pattern, argument, linears, "linear", f"; roles are {roles}")
+
+
+def _named(pattern: str, argument: str, things: Sequence[NamedT], what: str, hint: str = "") -> list[NamedT]:
+    """Linears or groups whose name contains a match."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"`{argument}` {pattern!r} is not a regular expression: {error}.") from None
-    found = [info for info in linears if compiled.search(info.name)]
+    found = [each for each in things if compiled.search(each.name)]
     if not found:
         raise ValueError(
-            f"`{argument}` {pattern!r} matches no linear; names look like {linears[0].name!r}, roles are "
-            f"{', '.join(dict.fromkeys(info.role for info in linears))}."
+            f"`{argument}` {pattern!r} matches no {what}; names are {things[0].name} to {things[-1].name}{hint}."
         )
     return found
 
 
 def _parse_locks(
-    locks: Sequence[str], linears: Sequence[LinearInfo], widths: Sequence[int]
-) -> dict[str, int]:
-    locked: dict[str, int] = {}
+    locks: Sequence[str],
+    values: Mapping[str, ValueT],
+    matching: Callable[[str], Sequence[LinearInfo | Group]],
+) -> dict[str, ValueT]:
+    """Locks ``PATTERN=VALUE`` by the names that they match; the last one decides.
+
+    Args:
+        locks: The locks.
+        values: What may stand after the equals sign.
+        matching: Linears or groups that a pattern matches.
+    """
+    locked: dict[str, ValueT] = {}
     for lock in locks:
-        pattern, separator, text = lock.rpartition("=")
-        if not separator or not text.strip().isdigit():
-            raise ValueError(f"`lock` is REGEX=WIDTH, e.g. 'lm_head=8', got {lock!r}.")
-        width = int(text)
-        if width not in (*widths, ORIGINAL.bits):
+        pattern, _, value = lock.rpartition("=")
+        value = value.strip().lower()
+        if not pattern or value not in values:
             raise ValueError(
-                f"`lock={lock!r}` names {width} bits; possible are {list(widths)}, and 16 for unquantized."
+                f"`lock` is REGEX=VALUE, where VALUE is one of {', '.join(values)}; got {lock!r}."
             )
-        for info in _matching(pattern, "lock", linears):
-            locked[info.name] = width
+        locked |= dict.fromkeys((each.name for each in matching(pattern)), values[value])
     return locked
 
 

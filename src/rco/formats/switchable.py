@@ -25,6 +25,7 @@ from rco.formats.streaming import OptionStream, StreamedOptions, activation_rule
 __all__ = [
     "LayerOptions",
     "Selection",
+    "SwitchableLayer",
     "SwitchableLinear",
     "WeightBuffer",
     "check_selection",
@@ -207,11 +208,56 @@ def _weight(options: LayerOptions, selection: Selection, dtype: torch.dtype) -> 
     return _fresh(options, selection, dtype)
 
 
-class SwitchableLinear(nn.Module):
-    """Replacement of a linear layer that applies one of its compressed options.
+class SwitchableLayer(nn.Module):
+    """A layer that applies one of its compressed options: what linears and embeddings have in common.
 
     Options are not parameters: the state dict is empty, and the original weight is referred to, not copied.
-    ``noise`` (out, in) is added to the selected option, to measure the effect of a perturbation.
+
+    Args:
+        options: K stored weights, in any formats; None stands for the original weight.
+        dense: The original weight, as options are laid out.
+
+    Attributes:
+        selection: The option in use.
+        noise: Added to the selected option, to measure the effect of a perturbation.
+    """
+
+    def __init__(self, options: Sequence[Stored | None], dense: Tensor) -> None:
+        super().__init__()
+        if not options:
+            raise ValueError("A switchable layer needs at least one option.")
+        for index, option in enumerate(options):
+            if option is not None and tuple(option.shape) != tuple(dense.shape):
+                raise ValueError(
+                    f"Option {index} has shape {tuple(option.shape)}, the layer needs {tuple(dense.shape)}, "
+                    "one row per output."
+                )
+        self.options: Sequence[Option] = [
+            dense if option is None else unwrapped(option) for option in options
+        ]
+        self.selection = Selection(0)
+        self.noise: Tensor | None = None
+
+    def select(
+        self,
+        choice: int,
+        gate: Tensor | None = None,
+        active: Sequence[bool] | None = None,
+        place: Tensor | None = None,
+    ) -> None:
+        """Use option ``choice`` from now on.
+
+        ``choice`` is the index of the gate that is one. It is passed as a number because reading it from
+        the gate would make the host wait for the device. A ``gate`` that requires grad receives ``<G, W_k>``.
+        ``place`` is the same number as a tensor on the layer's device, for recorded launches.
+        """
+        selection = Selection(choice, gate, None if active is None else tuple(map(bool, active)), place)
+        check_selection(self.options, selection)
+        self.selection = selection
+
+
+class SwitchableLinear(SwitchableLayer):
+    """Replacement of a linear layer that applies one of its compressed options.
 
     Args:
         options: K stored weights of shape (out, in), in any formats; None stands for the original weight.
@@ -232,26 +278,14 @@ class SwitchableLinear(nn.Module):
         buffer: WeightBuffer | None = None,
         stream: OptionStream | None = None,
     ) -> None:
-        super().__init__()
-        dense = original.detach()
-        dense = dense.t() if transposed else dense
-        if not options:
-            raise ValueError("A switchable linear needs at least one option.")
-        for index, option in enumerate(options):
-            if option is not None and tuple(option.shape) != tuple(dense.shape):
-                hint = " (the transpose of the stored weight)" if transposed else ""
-                raise ValueError(
-                    f"Option {index} has shape {tuple(option.shape)}, "
-                    f"the layer needs {tuple(dense.shape)}{hint}."
-                )
+        dense = original.detach().t() if transposed else original.detach()
+        super().__init__(options, dense)
         self.out_features, self.in_features = dense.shape
-        listed = [dense if option is None else unwrapped(option) for option in options]
-        self.options: Sequence[Option] = listed if stream is None else stream.add(listed)
+        if stream is not None:
+            self.options = stream.add(self.options)
         self._known = LayerOptions(self.options)
         self.transposed = transposed
         self.buffer = buffer if buffer is not None else WeightBuffer()
-        self.selection = Selection(0)
-        self.noise: Tensor | None = None
         self._dtype = dense.dtype
         # In a tuple, so that a bias that is a parameter is not registered here a second time.
         self._bias = (bias,)
@@ -289,15 +323,8 @@ class SwitchableLinear(nn.Module):
         active: Sequence[bool] | None = None,
         place: Tensor | None = None,
     ) -> None:
-        """Use option ``choice`` from now on.
-
-        ``choice`` is the index of the gate that is one. It is passed as a number because reading it from
-        the gate would make the host wait for the device. A ``gate`` that requires grad receives ``<G, W_k>``.
-        ``place`` is the same number as a tensor on the layer's device, for recorded launches.
-        """
-        selection = Selection(choice, gate, None if active is None else tuple(map(bool, active)), place)
-        check_selection(self.options, selection)
-        self.selection = selection
+        """Use option ``choice`` from now on, see :meth:`SwitchableLayer.select`."""
+        super().select(choice, gate, active, place)
         if isinstance(self.options, StreamedOptions):
             self.options.choice = choice
 

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rco.formats.base import Stored
-from rco.formats.products import Option, inner_products, unwrapped
-from rco.formats.switchable import Selection, WeightBuffer, check_selection
+from rco.formats.products import Option, inner_products
+from rco.formats.switchable import Selection, SwitchableLayer, WeightBuffer
 
 __all__ = ["SwitchableEmbedding"]
 
 
-class SwitchableEmbedding(nn.Module):
+class SwitchableEmbedding(SwitchableLayer):
     """Replacement of a token embedding that applies one of its compressed options.
 
     Args:
@@ -31,18 +31,8 @@ class SwitchableEmbedding(nn.Module):
     def __init__(
         self, options: Sequence[Stored | None], original: Tensor, scale: Tensor | float | None = None
     ) -> None:
-        super().__init__()
-        dense = original.detach()
-        for index, option in enumerate(options):
-            if option is not None and tuple(option.shape) != tuple(dense.shape):
-                raise ValueError(
-                    f"Option {index} has shape {tuple(option.shape)}, the embedding needs {tuple(dense.shape)}."
-                )
-        self.options: Sequence[Option] = [
-            dense if option is None else unwrapped(option) for option in options
-        ]
-        self.buffer, self.selection = WeightBuffer(), Selection(0)
-        self.noise: Tensor | None = None
+        super().__init__(options, original.detach())
+        self.buffer = WeightBuffer()
         # In a tuple, so that the parameter is not registered here a second time.
         self._original, self._scale = (original,), scale
 
@@ -59,18 +49,6 @@ class SwitchableEmbedding(nn.Module):
     def supports_device_choice(self, dtype: torch.dtype) -> bool:
         """Whether the choice can be read from the device; never."""
         return False
-
-    def select(
-        self,
-        choice: int,
-        gate: Tensor | None = None,
-        active: Sequence[bool] | None = None,
-        place: Tensor | None = None,
-    ) -> None:
-        """Use option ``choice`` from now on, as :meth:`rco.formats.switchable.SwitchableLinear.select`."""
-        selection = Selection(choice, gate, None if active is None else tuple(map(bool, active)), place)
-        check_selection(self.options, selection)
-        self.selection = selection
 
     def selected_weight(self, dtype: torch.dtype) -> Tensor:
         """The selected option as a new dense matrix."""
