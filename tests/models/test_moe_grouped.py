@@ -37,6 +37,19 @@ def test_products_are_those_of_one_expert_at_a_time(lengths, dtype, batch_bytes,
 
 
 @pytest.mark.parametrize("lengths", LENGTHS[:-1], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_gradients_are_those_of_one_expert_at_a_time(lengths, dtype):
+    ends, (rows, given) = runs(lengths, dtype, 8, 12)
+    weight = torch.randn(len(lengths), 12, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    leaves = [rows.requires_grad_(), weight.requires_grad_()]
+    found = torch.autograd.grad(grouped_linear(rows, weight.transpose(1, 2), ends), leaves, given)
+    together = torch.cat(plain(lengths, lambda expert, mine: rows[mine] @ weight[expert].T))
+    for mine, wanted in zip(found, torch.autograd.grad(together, leaves, given), strict=True):
+        torch.testing.assert_close(mine, wanted)
+        assert mine.is_contiguous()
+
+
+@pytest.mark.parametrize("lengths", LENGTHS[:-1], ids=str)
 def test_every_row_has_a_place_in_a_block_of_its_expert(lengths):
     ends = torch.tensor(lengths).cumsum(0).to(torch.int32)
     blocks = _Blocks.cut(ends, sum(lengths))

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from rco.formats.base import Stored, Tunable
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
+from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import ExpertLinear, expert_matrices, model_linears, stacked_parameters
+from rco.models.moe.trained_experts import trained_experts
 from rco.models.switchable_model import frozen
 
 __all__ = ["MakeTunable", "TunableModel", "TunableWeight", "format_tunable", "tunable_model"]
@@ -44,6 +46,7 @@ class TunableWeight:
         places: The matrices in the parameter: a function from a tensor of its shape to (matrices, out, in).
         put: Writes (matrices, out, in) to a tensor of the parameter's shape.
         block: Block of the model; None for the output layer.
+        layer: Sparse layer of experts; None for other weights.
     """
 
     names: tuple[str, ...]
@@ -53,6 +56,7 @@ class TunableWeight:
     places: Callable[[Tensor], Tensor]
     put: Callable[[Tensor, Tensor], None]
     block: int | None
+    layer: MoELayer | None = None
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -175,7 +179,8 @@ def tunable_model(
     """
     places = _weights_of(loaded, weights, codes, make, blocks)
     held: dict[int, tuple[nn.Parameter, Tensor]] = {}
-    with frozen(loaded.model):
+    sparse = {id(layer): layer for layer in (weight.layer for weight in places) if layer is not None}
+    with frozen(loaded.model), trained_experts(sparse.values()):
         try:
             for weight in places:
                 parameter = weight.parameter
@@ -222,7 +227,8 @@ def _weights_of(
                 original = torch.cat([info.weight.detach().float() for info in members])
                 tunable = make(stored, original, codes(stored))
         names = tuple(info.name for info in members)
-        found.append(TunableWeight(names, parameter, tunable, stored, read, put, members[0].block))
+        layer = members[0].layer if isinstance(members[0], ExpertLinear) else None
+        found.append(TunableWeight(names, parameter, tunable, stored, read, put, members[0].block, layer))
     return found
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "expert_weights",
     "pair_outputs",
     "routed_tokens",
+    "sorted_outputs",
 ]
 
 _UNFUSED_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -80,11 +81,15 @@ class ExpertSource(Protocol):
         ...
 
 
-def expert_weights(experts: nn.Module) -> ExpertWeights:
+def expert_weights(experts: nn.Module, *, trained: bool = False) -> ExpertWeights:
     """View fused experts as stacked matrices, or stack unfused ones.
 
     Unfused experts (an ``nn.ModuleList`` of gated MLPs) are stacked once, and their parameters then become
     views of the stack: values, names and the state dict stay as they are and no second copy is kept.
+
+    Args:
+        experts: The experts of a layer.
+        trained: Let gradients pass to the matrices of fused experts.
     """
     if isinstance(experts, nn.ModuleList):
         return _stack(experts)
@@ -94,8 +99,8 @@ def expert_weights(experts: nn.Module) -> ExpertWeights:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     has_bias = bool(getattr(module, "has_bias", False))
     return ExpertWeights(
-        up.detach(),
-        down.detach(),
+        up if trained else up.detach(),
+        down if trained else down.detach(),
         module.gate_up_proj_bias.detach() if has_bias else None,
         module.down_proj_bias.detach() if has_bias else None,
         module._apply_gate,
@@ -185,12 +190,21 @@ def _run_ends(ordered: Tensor, num_experts: int) -> Tensor:
 
 def pair_outputs(hidden: Tensor, pairs: ExpertPairs, weights: ExpertWeights) -> Tensor:
     """(pairs, width) unweighted expert outputs of the sorted pairs."""
-    inner = weights.activate(_rise(hidden, pairs, weights))
+    return sorted_outputs(hidden.index_select(0, pairs.tokens), pairs, weights)
+
+
+def sorted_outputs(rows: Tensor, pairs: ExpertPairs, weights: ExpertWeights) -> Tensor:
+    """(pairs, width) the same from the hidden state of every sorted pair; differentiable."""
+    inner = weights.activate(_raised(rows, pairs, weights))
     return _lower(inner, pairs.experts, pairs.ends, weights)
 
 
 def _rise(hidden: Tensor, pairs: ExpertPairs, weights: ExpertWeights) -> Tensor:
-    out = grouped_linear(hidden.index_select(0, pairs.tokens), weights.up, pairs.ends)
+    return _raised(hidden.index_select(0, pairs.tokens), pairs, weights)
+
+
+def _raised(rows: Tensor, pairs: ExpertPairs, weights: ExpertWeights) -> Tensor:
+    out = grouped_linear(rows, weights.up, pairs.ends)
     return out if weights.up_bias is None else out + weights.up_bias[pairs.experts]
 
 

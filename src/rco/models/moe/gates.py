@@ -23,7 +23,7 @@ from rco.models.moe.layers import MoELayer, moe_layers
 from rco.models.moe.probes import ProbeBuffer, RoutingProbes
 from rco.models.moe.routing import Routing, route
 
-__all__ = ["ExpertGates", "GateMode", "OptionSource", "expert_gates"]
+__all__ = ["ExpertGates", "GateMode", "OptionSource", "expert_gates", "override_forward"]
 
 GateMode = Literal["deployed", "scale"]
 
@@ -235,11 +235,11 @@ class _LayerGates:
         layer = self.layer
         if layer.fused:
             if reroute:
-                _override(layer.router, self.route, undo)
-            self.own_forward = _override(layer.experts, self.run_experts, undo)
+                override_forward(layer.router, self.route, undo)
+            self.own_forward = override_forward(layer.experts, self.run_experts, undo)
         else:
             self.weights = expert_weights(layer.experts)
-            _override(layer.block, _unfused_forward(self), undo)
+            override_forward(layer.block, _unfused_forward(self), undo)
         undo.callback(self.use, None, None)
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -295,7 +295,7 @@ class _LayerGates:
         return (changes.square() if self.squares else changes).sum(dim=0)
 
 
-def _override(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> Callable[..., Any]:
+def override_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> Callable[..., Any]:
     """Replace a module's forward on the instance; returns the forward it had."""
     # accelerate keeps the forward that its device hooks call under another name: replace that one.
     name = "_old_forward" if hasattr(module, "_old_forward") else "forward"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 __all__ = ["grouped_linear", "grouped_outer"]
 
@@ -23,7 +24,7 @@ _BATCH_BYTES = 256 * 2**20  # of matrices copied, or of products formed, for one
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """(pairs, out) consecutive runs of rows, each multiplied with its own matrix; no gradient.
+    """(pairs, out) consecutive runs of rows, each multiplied with its own matrix; differentiable in both.
 
     Args:
         rows: (pairs, in), sorted by expert.
@@ -31,6 +32,9 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ends: (experts,) int32: end of each expert's run; the last is the number of pairs.
     """
     rows = rows.to(weight.dtype)
+    if torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad):
+        product: Tensor = _GroupedLinear.apply(rows, weight, ends)  # type: ignore[no-untyped-call]
+        return product
     if _has_kernel(rows, weight):
         result: Tensor = _KERNEL(rows, weight, offs=ends)
         return result
@@ -44,6 +48,27 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
             torch.mm(rows[start:end], weight[expert], out=out[start:end])
         start = end
     return out
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
+        return grouped_linear(rows, weight, ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight, ends = ctx.saved_tensors
+        gradient, of_rows, of_weight = gradient.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            of_rows = grouped_linear(gradient, weight.transpose(1, 2), ends)
+        if ctx.needs_input_grad[1]:
+            # In the memory order of parameters (experts, out, in), which ``weight`` is a view of.
+            idle = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+            outer = grouped_outer(gradient, rows, ends).masked_fill_(idle[:, None, None], 0.0)
+            of_weight = outer.to(weight.dtype).transpose(1, 2)
+        return of_rows, of_weight, None
 
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
