@@ -1,21 +1,23 @@
 """A model whose quantized weights are trained in place, through the differentiable decoding of their formats.
 
 The model's own parameters hold the decoded weights and collect their gradients, so a forward and a backward pass
-cost what they cost for any model. :meth:`TunableModel.step` then passes every gradient on to the codes and scales
-behind the weight, one weight at a time.
+cost what they cost for any model. The gradient of a weight is passed on to the codes and scales behind it, one
+weight at a time: where only scales are trained, during the backward pass, which then keeps no gradient of a weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from rco.formats.base import Stored, Tunable
+from rco.formats.base import AdamState, AdamStep, Stored, Tunable, TunableKernels
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.layers import MoELayer
@@ -47,6 +49,7 @@ class TunableWeight:
         put: Writes (matrices, out, in) to a tensor of the parameter's shape.
         block: Block of the model; None for the output layer.
         layer: Sparse layer of experts; None for other weights.
+        collected: Gradients of the trainable parameters so far, where codes are not trained.
     """
 
     names: tuple[str, ...]
@@ -57,6 +60,17 @@ class TunableWeight:
     put: Callable[[Tensor, Tensor], None]
     block: int | None
     layer: MoELayer | None = None
+    collected: dict[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def kernels(self) -> TunableKernels | None:
+        """Kernels of a training step; None: it is made of torch operations."""
+        return None if self.tunable is None else self.tunable.kernels()
+
+    @property
+    def trains_codes(self) -> bool:
+        """Whether there is a trained parameter for every code."""
+        return self.tunable is not None and any(name in self.tunable.spacing for name in self.trained)
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -82,21 +96,67 @@ class TunableWeight:
     @torch.no_grad()
     def decode(self) -> None:
         """Write the present weight to the model."""
+        if self.kernels is not None:
+            with self._target() as out:
+                self.kernels.decode(out)
+            return
         dense = self.stored.dequantize() if self.tunable is None else self.tunable()
+        self._put(dense)
+
+    def _put(self, dense: Tensor) -> None:
         self.put(
             self.parameter.data, dense.view(len(self.names), -1, dense.shape[1]).to(self.parameter.dtype)
         )
 
+    @contextmanager
+    def _target(self) -> Iterator[Tensor]:
+        """A contiguous matrix whose values are the weight's after the context: the parameter itself if possible."""
+        data = self.parameter.data
+        matrix = self.places(data)
+        if matrix.data_ptr() == data.data_ptr() and matrix.is_contiguous():
+            yield matrix.view(self.stored.shape)
+            return
+        out = torch.empty(self.stored.shape, dtype=data.dtype, device=data.device)
+        yield out
+        self._put(out)
+
+    def _slope(self) -> Tensor:
+        """Gradient of the decoded matrix, all linears stacked."""
+        assert self.parameter.grad is not None
+        return self.places(self.parameter.grad).reshape(self.stored.shape)
+
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients of the trainable parameters, from that of the model's parameter."""
+        """Gradients of the trainable parameters: those collected, or from that of the model's parameter."""
+        if self.collected:
+            found, self.collected = self.collected, {}
+            return found
         parameters = self.trained
         if self.parameter.grad is None or self.tunable is None or not parameters:
             return {}
+        if self.kernels is not None and not self.trains_codes:
+            return self.kernels.gradients(self._slope())
         with torch.enable_grad():
             decoded: Tensor = self.tunable()
-            given = self.places(self.parameter.grad).reshape(decoded.shape).to(decoded.dtype)
-            found = torch.autograd.grad(decoded, list(parameters.values()), given)
-        return dict(zip(parameters, found, strict=True))
+            of_parts = torch.autograd.grad(
+                decoded, list(parameters.values()), self._slope().to(decoded.dtype)
+            )
+        return dict(zip(parameters, of_parts, strict=True))
+
+    def collect(self) -> None:
+        """Add the gradients from that of the model's parameter to those collected."""
+        before, self.collected = self.collected, {}
+        found = self.gradients()
+        for name, gradient in before.items():
+            found[name] += gradient
+        self.collected = found
+
+    def adam(self, state: Mapping[str, AdamState], step: AdamStep) -> bool:
+        """Step of Adam on codes and scales by one kernel, and decode; False if there is no such kernel."""
+        if self.kernels is None or not self.trains_codes or self.parameter.grad is None:
+            return False
+        with self._target() as out:
+            self.kernels.adam(self._slope(), out, state, step)
+        return True
 
     def weights(self) -> dict[str, Stored]:
         """The stored weight of every linear at the present parameters."""
@@ -147,10 +207,29 @@ class TunableModel:
             weight.decode()
 
     def clear_gradients(self) -> None:
-        """Set the gradients of the model's parameters to zero, in place."""
+        """Free the gradients of the model's parameters."""
         for weight in self.weights:
-            if weight.parameter.grad is not None:
-                weight.parameter.grad.zero_()
+            weight.parameter.grad = None
+            weight.collected = {}
+
+    def collecting(self) -> list[RemovableHandle]:
+        """Pass gradients on to the scales during the backward pass, for parameters of which no code is trained."""
+        sharing: dict[nn.Parameter, list[TunableWeight]] = {}
+        for weight in self.weights:
+            if weight.trained:
+                sharing.setdefault(weight.parameter, []).append(weight)
+        handles = []
+        for parameter, weights in sharing.items():
+            if any(weight.trains_codes for weight in weights):
+                continue
+
+            def collect(parameter: Tensor, weights: Sequence[TunableWeight] = weights) -> None:
+                for weight in weights:
+                    weight.collect()
+                parameter.grad = None
+
+            handles.append(parameter.register_post_accumulate_grad_hook(collect))  # type: ignore[no-untyped-call]
+        return handles
 
     def stored(self) -> dict[str, Stored]:
         """The stored weight of every linear at the present parameters."""
@@ -178,6 +257,7 @@ def tunable_model(
         blocks: Blocks whose weights are trained; the others are replaced all the same. None: all.
     """
     places = _weights_of(loaded, weights, codes, make, blocks)
+    handles: list[RemovableHandle] = []
     held: dict[int, tuple[nn.Parameter, Tensor]] = {}
     sparse = {id(layer): layer for layer in (weight.layer for weight in places) if layer is not None}
     with frozen(loaded.model), trained_experts(sparse.values()):
@@ -194,8 +274,11 @@ def tunable_model(
                     parameter.requires_grad_(True)
             model = TunableModel(loaded, places)
             model.train(False)  # weights as they are stored, until a training begins
+            handles = model.collecting()
             yield model
         finally:
+            for handle in handles:
+                handle.remove()
             for parameter, original in held.values():
                 parameter.grad = None
                 parameter.data = original.to(parameter.device)

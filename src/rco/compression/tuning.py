@@ -22,14 +22,21 @@ from torch import Tensor
 
 from rco.compression.cuda_graphs import Recording
 from rco.compression.language_model_objective import Reference
-from rco.compression.tunable_model import MakeTunable, TunableModel, format_tunable, tunable_model
+from rco.compression.tunable_model import (
+    MakeTunable,
+    TunableModel,
+    TunableWeight,
+    format_tunable,
+    tunable_model,
+)
 from rco.core.async_copy import send
 from rco.core.sampling import generator
 from rco.data.calibration import CalibrationSet
-from rco.formats.base import Stored
+from rco.formats.base import AdamState, AdamStep, Stored
 from rco.losses import Head, chunked_cross_entropy, chunked_kl
 from rco.models.capture import BlockInputs
 from rco.models.loading import LoadedModel
+from rco.models.moe.linears import model_linears
 from rco.models.switchable_model import checkpointed_blocks
 
 __all__ = ["Mode", "Tuned", "TuningSettings", "TuningText", "moved_codes", "tune"]
@@ -360,10 +367,19 @@ class _Optimizer:
         for weight in self._model.weights:
             if not weight.trained:
                 continue
+            if self._settings.update == "adam" and weight.adam(*self._adam(weight)):
+                continue
             for name, gradient in weight.gradients().items():
                 parameter = weight.trained[name]
                 self._change(f"{weight.names[0]}|{name}", parameter, gradient)
             weight.decode()
+
+    def _adam(self, weight: TunableWeight) -> tuple[dict[str, AdamState], AdamStep]:
+        """State and numbers of a step of Adam on one weight."""
+        device = weight.parameter.device
+        keys = {name: f"{weight.names[0]}|{name}" for name in weight.trained}
+        state = {name: AdamState(self._moments[key], self._rates[key]) for name, key in keys.items()}
+        return state, AdamStep(self._numbers[device], self._counts[device], _BETAS, _EPSILON)
 
     def _change(self, key: str, parameter: Tensor, gradient: Tensor) -> None:
         numbers, rate = self._numbers[parameter.device], self._rates[key]
@@ -653,18 +669,21 @@ class _Blocks:
             return tuned, curve
         teacher = self._capture()
         student = self._capture()
+        listed = model_linears(self._loaded.layout, self._loaded.model)
+        blocks = {info.name: info.block for info in listed}
         for index in range(len(self)):
             teacher.advance()  # with the original weights
             codes = self._settings.trains_codes
-            if index < done:
-                with tunable_model(self._loaded, tuned, codes=codes, blocks=()):
-                    student.advance()
-                continue
-            with tunable_model(self._loaded, tuned, codes=codes, make=self._make, blocks=[index]) as model:
-                if model.parameters():
-                    self._train(model, tuned, student, teacher.hidden, index, curve, report)
-            with tunable_model(self._loaded, tuned, codes=codes, blocks=()):
+            inside = [name for name in weights if blocks.get(name) == index]
+            if index >= done:
+                mine = {name: tuned[name] for name in inside}
+                with tunable_model(self._loaded, mine, codes=codes, make=self._make) as model:
+                    if model.parameters():
+                        self._train(model, tuned, student, teacher.hidden, index, curve, report)
+            with tunable_model(self._loaded, {name: tuned[name] for name in inside}, codes=codes, blocks=()):
                 student.advance()
+            if index < done:
+                continue
             report((index + 1) * self._steps)
             save(self.state(tuned, curve, index + 1))
         return tuned, curve

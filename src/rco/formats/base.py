@@ -11,12 +11,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, Literal, NamedTuple, Self, cast
+from typing import ClassVar, Literal, NamedTuple, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ActivationRule", "EncodeSettings", "Encoded", "Format", "Stored", "TensorLayout", "Tunable"]
+__all__ = [
+    "ActivationRule",
+    "AdamState",
+    "AdamStep",
+    "EncodeSettings",
+    "Encoded",
+    "Format",
+    "Stored",
+    "TensorLayout",
+    "Tunable",
+    "TunableKernels",
+]
 
 Shape = tuple[int, int]
 ActivationRule = Callable[[Tensor], Tensor]
@@ -138,6 +149,46 @@ class Stored:
         return f"{type(self).__name__}({self.format.name}, {self.shape[0]}x{self.shape[1]}, {self.device})"
 
 
+class AdamState(NamedTuple):
+    """Adam's state of one parameter: the first and second moments, and the learning rate."""
+
+    moments: tuple[Tensor, Tensor]
+    rate: float
+
+
+class AdamStep(NamedTuple):
+    """Numbers of one step of Adam; those that change from step to step are on the device.
+
+    Attributes:
+        numbers: Float32: share of the learning rate over the correction of the first moments, and one over the
+            correction of the second ones.
+        step: Number of the step, int64.
+        betas: Decay of the moments.
+        epsilon: Added to the root of the second moments.
+    """
+
+    numbers: Tensor
+    step: Tensor
+    betas: tuple[float, float]
+    epsilon: float
+
+
+class TunableKernels(Protocol):
+    """Kernels for the training of one tunable, instead of its differentiable decoding. Matrices are contiguous."""
+
+    def gradients(self, gradient: Tensor) -> dict[str, Tensor]:
+        """Gradients of the parameters from that of the decoded matrix, if codes are not trained."""
+        ...
+
+    def decode(self, out: Tensor) -> None:
+        """Write the decoded matrix to ``out``."""
+        ...
+
+    def adam(self, gradient: Tensor, out: Tensor, state: Mapping[str, AdamState], step: AdamStep) -> None:
+        """One step of Adam if codes are trained, from the gradient of the decoded matrix; writes the new one."""
+        ...
+
+
 class Tunable(nn.Module, ABC):
     """A stored weight as a differentiable function of its trainable parts; ``forward()`` is the decoded matrix.
 
@@ -158,6 +209,10 @@ class Tunable(nn.Module, ABC):
     @abstractmethod
     def stored(self) -> Stored:
         """The stored weight of the present parameters."""
+
+    def kernels(self) -> TunableKernels | None:
+        """Kernels of a training step on the present device; None: it is made of torch operations."""
+        return None
 
     def anneal(self, progress: float) -> bool:
         """Adapt to the finished share of the training, from 0 to 1; called before every step.

@@ -24,6 +24,7 @@ from rco.formats.base import (
     Stored,
     TensorLayout,
     Tunable,
+    TunableKernels,
     measured,
 )
 from rco.formats.coded import (
@@ -257,13 +258,16 @@ class TunableGrid(Tunable):
     """
 
     spacing: ClassVar[Mapping[str, float]] = {"offsets": 1.0}
+    codes: Tensor | None
 
     def __init__(self, weight: PackedWeight, original: Tensor | None = None, *, codes: bool = True) -> None:
         super().__init__()
         exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
         self._weight = weight
         self.scales = nn.Parameter(weight.scales.detach().to(exact).clone())
-        self.register_buffer("codes", weight.codes(), persistent=False)
+        # Kernels read packed codes, unless an offset is added to each.
+        unpacked = codes or not on_triton_path(weight.packed)
+        self.register_buffer("codes", weight.codes() if unpacked else None, persistent=False)
         self.offsets: nn.Parameter | None = None
         if codes:
             start = torch.zeros(weight.shape, dtype=exact, device=weight.device)
@@ -273,13 +277,25 @@ class TunableGrid(Tunable):
 
     def forward(self) -> Tensor:
         """The decoded matrix in the type of the stored scales."""
-        decoded: Tensor = _TunedGrid.apply(self.scales, self.offsets, self.codes, self._weight)  # type: ignore[no-untyped-call]
+        codes = self._weight.codes() if self.codes is None else self.codes
+        decoded: Tensor = _TunedGrid.apply(self.scales, self.offsets, codes, self._weight)  # type: ignore[no-untyped-call]
         return decoded
+
+    def kernels(self) -> TunableKernels | None:
+        """GPU kernels of a training step."""
+        if not on_triton_path(self.scales):
+            return None
+        from rco.formats.tuning_kernels_triton import GridKernels
+
+        if not GridKernels.support(self._weight):
+            return None
+        codes = self.codes if self.offsets is not None else None
+        return GridKernels(self._weight, self.scales, codes, self.offsets)
 
     def stored(self) -> PackedWeight:
         """The packed weight of the present scales and codes."""
-        weight, codes = self._weight, self.codes
-        assert isinstance(codes, Tensor)
+        weight = self._weight
+        codes = weight.codes() if self.codes is None else self.codes
         offsets = None if self.offsets is None else self.offsets.detach()
         moved = _moved_codes(codes, offsets, weight.bits)
         parts = {"packed": pack(moved, weight.bits), "scales": _stored_scales(self.scales.detach(), weight)}
