@@ -60,7 +60,7 @@ def test_dense_model_and_unknown_type_say_so():
 @pytest.mark.parametrize("name", TINY_MOE_NAMES)
 def test_count_field_is_the_one_the_architecture_reads(name):
     model = tiny_moe(name)
-    set_num_experts(model.config, 12)
+    set_num_experts(model.config, 12, moe_layers(model)[0].architecture)
     again = transformers.AutoModelForCausalLM.from_config(model.config)
     assert {layer.num_experts for layer in moe_layers(again)} == {12}
 

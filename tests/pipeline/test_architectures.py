@@ -43,6 +43,30 @@ def test_a_share_of_the_architectures(tmp_path):
         check(name, tmp_path / name, each, there)
 
 
+def check_widths(names, folder):
+    written = {name: write(name, folder / name, serve="any") for name in names}
+    found = load_elsewhere([folder / name / "model" for name in names], own_code=True)
+    for (name, each), there in zip(written.items(), found, strict=True):
+        assert there["error"] is None, f"{name}: {there['error']}"
+        assert not there["lost"], name
+        widths = {group.widths for group in each["plan"].groups}
+        assert (4, 8) in widths
+        assert each["packed_experts"]
+        torch.testing.assert_close(there["logits"], each["logits"], rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_with_a_width_each_load_with_the_code_in_the_checkpoint(tmp_path):
+    # Found in the model: names w1, w2 and w3, stacked and transposed tensors, plain ones.
+    check_widths(["minimax", "aria_text", "qwen3_5_moe_text"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_experts_of_every_architecture_can_have_a_width_each(tmp_path):
+    check_widths([n for n, e in TESTED.items() if e.packed_experts or e.stacked_experts], tmp_path)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("architectures")

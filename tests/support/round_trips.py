@@ -28,10 +28,10 @@ import json, sys, torch, transformers
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 ids = torch.tensor(json.loads(sys.argv[1]))
-for folder in sys.argv[3:]:
+for folder in sys.argv[4:]:
     try:
         model, report = getattr(transformers, sys.argv[2]).from_pretrained(
-            folder, dtype="auto", output_loading_info=True
+            folder, dtype="auto", output_loading_info=True, trust_remote_code=sys.argv[3] == "True"
         )
         with torch.no_grad():
             logits = model.eval()(input_ids=ids, use_cache=False).logits
@@ -43,12 +43,12 @@ for folder in sys.argv[3:]:
 """
 
 
-def write(model_type: str, folder: Path, *, dense: bool = False) -> dict:
+def write(model_type: str, folder: Path, *, dense: bool = False, serve: str = "transformers") -> dict:
     """Quantize a tiny model of an architecture; see :func:`quantize`."""
-    return quantize(wrap_model(tiny_model(model_type), name=model_type), folder, dense=dense)
+    return quantize(wrap_model(tiny_model(model_type), name=model_type), folder, dense=dense, serve=serve)
 
 
-def quantize(loaded: LoadedModel, folder: Path, *, dense: bool = False) -> dict:
+def quantize(loaded: LoadedModel, folder: Path, *, dense: bool = False, serve: str = "transformers") -> dict:
     """Quantize a model, write its checkpoint to ``folder / "model"``, and return what was done with it."""
     linears = model_linears(loaded.layout, loaded.model, include_head=True)
     unread = unread_experts(loaded.model)
@@ -62,8 +62,9 @@ def quantize(loaded: LoadedModel, folder: Path, *, dense: bool = False) -> dict:
         linears,
         widths=(4, 8),
         group_size=None,
-        serve="transformers",
-        locks=["experts=16"] if stacked else [],
+        serve=serve,
+        symmetric=None if serve == "transformers" else True,
+        locks=["experts=16"] if stacked and serve == "transformers" else [],
         unread=unread,
         unpackable=() if dense else loaded.layout.unpackable(loaded.model),
     )
@@ -86,9 +87,7 @@ def quantize(loaded: LoadedModel, folder: Path, *, dense: bool = False) -> dict:
     if dense or transposed:
         DenseExporter().export(ExportRequest(deployed, weights, folder / "model"))
     else:
-        CompressedTensorsExporter().export(
-            ExportRequest(deployed, weights, folder / "model", engine="transformers")
-        )
+        CompressedTensorsExporter().export(ExportRequest(deployed, weights, folder / "model", engine=serve))
     packed = [group for group in plan.groups if group.switched]
     return {
         "logits": logits,
@@ -102,11 +101,16 @@ def quantize(loaded: LoadedModel, folder: Path, *, dense: bool = False) -> dict:
     }
 
 
-def load_elsewhere(folders: list[Path], loader: str = "AutoModelForCausalLM") -> list[dict]:
-    """What stock transformers computes from checkpoints, in a process that knows nothing of this package."""
+def load_elsewhere(
+    folders: list[Path], loader: str = "AutoModelForCausalLM", *, own_code: bool = False
+) -> list[dict]:
+    """What stock transformers computes from checkpoints, in a process that knows nothing of this package.
+
+    With ``own_code``, transformers may run the code in a checkpoint.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     subprocess.run(
-        [sys.executable, "-c", _LOADER, json.dumps(IDS.tolist()), loader, *map(str, folders)],
+        [sys.executable, "-c", _LOADER, json.dumps(IDS.tolist()), loader, str(own_code), *map(str, folders)],
         check=True,
         capture_output=True,
         env=environment,

@@ -12,7 +12,6 @@ from rco.pipeline.configs import QuantizeConfig
 
 if TYPE_CHECKING:
     from rco.compressed import CompressedModel
-    from rco.compression.plan import CompressionPlan
     from rco.pipeline.planning import Planned
 
 __all__ = ["quantize"]
@@ -62,20 +61,12 @@ def _describe(planned: Planned) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     lines = [
         ("groups", f"{problem.num_groups} of {len(plan.linears)} linears"),
         *([("left alone", ", ".join(plan.skipped))] if plan.skipped else []),
-        *([("unverified", _unverified(plan))] if plan.unread else []),
+        *([("unverified", plan.unverified)] if plan.unread else []),
         ("widths", f"{widths} bits, {stored}"),
         ("range", f"{budget.kind} from {low} to {high}"),
         ("budget", f"{budget}: {problem.unit_budgets[0]:,} {searched}"),
     ]
     return data, lines
-
-
-def _unverified(plan: CompressionPlan) -> str:
-    reasons = dict.fromkeys(each.reason for each in plan.unread)
-    return (
-        f"{len(plan.unread)} stacks of experts, such as {plan.unread[0].name}, stay at their original width and "
-        f"count in the budget: {'; '.join(reasons)}"
-    )
 
 
 def _show(result: CompressedModel) -> None:

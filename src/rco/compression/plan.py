@@ -197,6 +197,18 @@ class CompressionPlan:
         return [members for owner, members in found.items() if owner in switched]
 
     @property
+    def unverified(self) -> str:
+        """A sentence on experts that could not be verified; empty if there are none."""
+        if not self.unread:
+            return ""
+        reasons = dict.fromkeys(each.reason for each in self.unread)
+        first = self.unread[0].name
+        return (
+            f"{len(self.unread)} stacks of experts, such as {first}, stay at their original width and count in the "
+            f"budget: {'; '.join(reasons)}"
+        )
+
+    @property
     def experts(self) -> tuple[ExpertLinear, ...]:
         """The experts' matrices among the linears."""
         return tuple(info for info in self.linears if isinstance(info, ExpertLinear))

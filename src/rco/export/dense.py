@@ -83,7 +83,7 @@ class DenseExporter:
             write_checkpoint(folder, tensors, fetch, request.max_shard_size)
             total = verify_checkpoint(folder, tensors)
             if experts_per_layer(loaded.model.config) is not None:
-                changes["auto_map"] = write_pruned_code(loaded.model.config, folder)
+                changes["auto_map"] = write_pruned_code(loaded.model, folder)
             write_companions(loaded, folder, changes)
             files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
         return ExportSummary(

@@ -5,30 +5,22 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from rco.models.layout import text_config
-from rco.models.moe.layers import moe_architecture
+from rco.models.moe.layers import stock_class
+from rco.models.moe.linears import sparse_layers
 from rco.models.remote_code import modeling_pruned_experts, modeling_unfused_experts
 
 __all__ = [
     "experts_per_layer",
     "separate_experts_fields",
-    "stock_class",
     "write_expert_code",
     "write_pruned_code",
 ]
-
-
-def stock_class(config: Any) -> type:
-    """The class of transformers for a configuration."""
-    module, _, name = moe_architecture(config).causal_lm.partition(":")
-    cls: type = getattr(import_module(module), name)
-    return cls
 
 
 def experts_per_layer(config: Any) -> list[int] | None:
@@ -40,9 +32,10 @@ def experts_per_layer(config: Any) -> list[int] | None:
 
 def separate_experts_fields(model: nn.Module) -> dict[str, Any]:
     """Additional fields in the configuration of a model with experts of different precision."""
-    stock = stock_class(model.config)
+    stock = stock_class(type(model))
     return {
         "separate_experts": True,
+        "expert_projections": list(sparse_layers(model)[0].architecture.projections),
         "auto_map": {
             "AutoModelForCausalLM": f"{_module_name(modeling_unfused_experts)}.Unfused{stock.__name__}"
         },
@@ -51,7 +44,7 @@ def separate_experts_fields(model: nn.Module) -> dict[str, Any]:
 
 def write_expert_code(model: nn.Module, folder: Path) -> None:
     """Write the modeling file for separate experts, including that for layers of different size, if needed."""
-    stock = stock_class(model.config)
+    stock = stock_class(type(model))
     text = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     bases, imports = ["UnfusedExpertsMixin"], ""
     if (text.get("text_config") or text).get("num_experts_per_layer"):
@@ -64,9 +57,9 @@ def write_expert_code(model: nn.Module, folder: Path) -> None:
     _carry(modeling_unfused_experts, stock, "Unfused", bases, folder, imports)
 
 
-def write_pruned_code(config: Any, folder: Path) -> dict[str, str]:
+def write_pruned_code(model: nn.Module, folder: Path) -> dict[str, str]:
     """Write the modeling file for layers of different size into a checkpoint; returns its ``auto_map``."""
-    name = _carry(modeling_pruned_experts, stock_class(config), "Pruned", ["PrunedExpertsMixin"], folder)
+    name = _carry(modeling_pruned_experts, stock_class(type(model)), "Pruned", ["PrunedExpertsMixin"], folder)
     return {"AutoModelForCausalLM": name}
 
 

@@ -22,11 +22,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from rco.export.expert_code import experts_per_layer, stock_class, write_pruned_code
+from rco.export.expert_code import experts_per_layer, write_pruned_code
 from rco.export.exporter import ExportError, ExportRequest, ExportSummary, atomic_folder
 from rco.models.loading import without_progress_bars
 from rco.models.moe.expert_removal import keep_plan, pad_experts, prune_experts
-from rco.models.moe.layers import moe_layers
+from rco.models.moe.layers import moe_layers, named_class
 from rco.models.remote_code.modeling_pruned_experts import pruned_class
 
 __all__ = [
@@ -95,7 +95,7 @@ def export_pruned(
         smaller = pad_experts(model, keep) if shape == "padded" else prune_experts(model, keep)
         if shape == "per_layer":
             config: Any = smaller.config
-            config.auto_map = write_pruned_code(config, folder)
+            config.auto_map = write_pruned_code(smaller, folder)
         with without_progress_bars(import_module("transformers")):
             smaller.save_pretrained(folder, max_shard_size=max_shard_size)
         if tokenizer is not None:
@@ -172,6 +172,6 @@ def load_pruned(path: str | Path, **kwargs: Any) -> nn.Module:
     if experts_per_layer(config) is None:
         model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
         return model.eval()
-    cls: Any = pruned_class(stock_class(config))
+    cls: Any = pruned_class(named_class(config.model_type, config.architectures))
     model = cls.from_pretrained(path, config=config, **kwargs)
     return model.eval()

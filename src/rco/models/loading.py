@@ -470,12 +470,11 @@ def _model_class(folder: Path, transformers: Any, own_code: bool = False) -> Any
             (str(entry) for entry in config.get("architectures") or [] if entry.endswith(_CAUSAL)), ""
         )
         return getattr(transformers, named, transformers.AutoModelForCausalLM)
-    from rco.models.moe.layers import MOE_ARCHITECTURES
+    from rco.models.moe.layers import named_class
     from rco.models.remote_code.modeling_pruned_experts import pruned_class
     from rco.models.remote_code.modeling_unfused_experts import unfused_class
 
-    module, _, name = MOE_ARCHITECTURES[str(config["model_type"])].causal_lm.partition(":")
-    cls = getattr(importlib.import_module(module), name)
+    cls = named_class(str(config["model_type"]), config.get("architectures"))
     cls = pruned_class(cls) if listed else cls
     return unfused_class(cls) if separate else cls
 

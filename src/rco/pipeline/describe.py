@@ -32,6 +32,7 @@ def describe(
             if pruning
             else _groups(compression, result.allocation)
         ),
+        **({"unverified": left} if (left := {e.name: e.reason for e in compression.plan.unread}) else {}),
     }
 
 

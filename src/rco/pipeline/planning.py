@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,8 @@ from rco.pipeline.estimate import Estimate, choose_residency, estimate
 from rco.pipeline.progress import Progress
 from rco.pipeline.searchers import configured_searcher
 from rco.runs import RunDirectory
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "Planned",
@@ -177,7 +180,7 @@ def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
             f"`serve='{engine.name}'`: a block type has its own groups (16 or 32 weights); leave out "
             "`group_size`."
         )
-    return make_plan(
+    plan = make_plan(
         loaded.layout,
         linears,
         widths=None if config.widths is None else _parse_widths(config.widths),
@@ -194,6 +197,9 @@ def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
         unread=unread_experts(loaded.model),
         unpackable=loaded.layout.unpackable(loaded.model),
     )
+    if plan.unread:
+        logger.warning("%s: %s.", loaded.name, plan.unverified)
+    return plan
 
 
 def _check_removable(loaded: LoadedModel) -> None:

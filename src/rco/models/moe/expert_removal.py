@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from rco.models.layout import text_config
-from rco.models.moe.layers import MoELayer, moe_layers, set_num_experts
+from rco.models.moe.layers import MoELayer, merge_groups, moe_layers, set_num_experts
 from rco.models.remote_code.modeling_pruned_experts import (
     PrunedExpertsMixin,
     RaggedGroupsMixin,
     pruned_class,
     ragged_groups,
+    replace_tensor,
+    set_count,
+    tensors_by_expert,
 )
 
 __all__ = ["KeepPlan", "keep_plan", "pad_experts", "prune_experts", "split_keep"]
@@ -99,7 +102,7 @@ def prune_experts(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> Any:
     for layer, kept in zip(layers, plan.kept, strict=True):
         _take(layer, torch.tensor(kept))
     text = text_config(new.config)
-    set_num_experts(new.config, max(plan.counts))
+    set_num_experts(new.config, max(plan.counts), layers[0].architecture)
     _drop_idle_groups(text, layers)
     if plan.stock_obstacle is None:
         return new
@@ -110,7 +113,7 @@ def prune_experts(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> Any:
     if plan.group_sizes is not None:
         for layer, sizes in zip(layers, plan.group_sizes, strict=True):
             groups[layer.decoder_index] = list(sizes)
-            ragged_groups(layer.router, list(sizes))
+            ragged_groups(layer.gate, list(sizes))
         text.expert_group_sizes = groups
     text.num_experts_per_layer = per_layer
     new.__class__ = pruned_class(new.__class__)
@@ -137,7 +140,7 @@ def pad_experts(model: nn.Module, keep: Tensor | Sequence[Tensor]) -> Any:
         for slot, members in zip(slots, torch.split(torch.tensor(kept), list(sizes)), strict=True):
             slot[: len(members)] = members
         _take(layer, slots.reshape(-1))
-    set_num_experts(new.config, widest * len(group_sizes[0]))
+    set_num_experts(new.config, widest * len(group_sizes[0]), layers[0].architecture)
     _drop_idle_groups(text_config(new.config), layers)
     return new
 
@@ -161,7 +164,7 @@ def _forget_earlier_pruning(model: Any, layers: Sequence[MoELayer]) -> None:
     """Remove the counts per layer of an earlier pruning; the next one sets its own."""
     _drop_base(model, PrunedExpertsMixin)
     for layer in layers:
-        _drop_base(layer.router, RaggedGroupsMixin)
+        _drop_base(layer.gate, RaggedGroupsMixin)
     text = text_config(model.config)
     for name in ("num_experts_per_layer", "expert_group_sizes"):
         if hasattr(text, name):
@@ -177,35 +180,26 @@ def _drop_base(module: Any, mixin: type) -> None:
 
 def _take(layer: MoELayer, slots: Tensor) -> None:
     """Fill a layer's router and experts from the experts named in ``slots``; -1 is a slot that never wins."""
-    before = layer.num_experts
-    if torch.equal(slots, torch.arange(before)):
+    if torch.equal(slots, torch.arange(layer.num_experts)):
         return  # nothing changes: the tensors stay shared
-    empty = slots < 0
-    for module in (layer.router, layer.experts):
-        named = list(module.named_parameters(recurse=False)) + list(module.named_buffers(recurse=False))
-        for name, tensor in named:
-            if tensor.dim() == 0 or tensor.shape[0] != before:
-                continue
-            taken = tensor.detach()[slots.clamp(min=0).to(tensor.device)]
-            if bool(empty.any()):
-                constant = module is layer.router and name in ("bias", "e_score_correction_bias")
-                # Low enough for any survivor, yet finite: sums of two of them must not overflow.
-                filler = max(-1e30, torch.finfo(tensor.dtype).min / 4) if constant else 0.0
-                taken[empty.to(tensor.device)] = filler
-            if isinstance(tensor, nn.Parameter):
-                module.register_parameter(name, nn.Parameter(taken, requires_grad=tensor.requires_grad))
-            else:
-                module.register_buffer(name, taken)
-        module.num_experts = len(slots)  # type: ignore[assignment]
+    empty, constants = slots < 0, layer.constants
+    gate = layer.gate
+    for module, name, tensor in tensors_by_expert(layer.block, gate, layer.experts):
+        taken = tensor.detach()[slots.clamp(min=0).to(tensor.device)]
+        if bool(empty.any()):
+            # Low enough for any survivor, yet finite: sums of two of them must not overflow.
+            low = max(-1e30, torch.finfo(tensor.dtype).min / 4)
+            taken[empty.to(tensor.device)] = low if any(tensor is each for each in constants) else 0.0
+        replace_tensor(module, name, taken)
+    set_count(layer.block, gate, layer.experts, len(slots))
 
 
 def _drop_idle_groups(text: Any, layers: Sequence[MoELayer]) -> None:
     """Merge groups that a token may all use into one, which has no divisibility constraint."""
-    if any(layer.known_rule.grouped for layer in layers) or getattr(text, "n_group", None) in (None, 1):
+    if any(layer.known_rule.grouped for layer in layers):
         return
-    text.n_group = text.topk_group = 1
-    for layer in layers:
-        layer.router.num_group = layer.router.topk_group = 1  # type: ignore[assignment]
+    for place in (text, *(layer.gate for layer in layers)):
+        merge_groups(place)
 
 
 def _short(layer: MoELayer, sizes: Sequence[int]) -> bool:
@@ -235,13 +229,12 @@ def _stock_obstacle(
 
 
 def _pad_obstacle(layers: Sequence[MoELayer], sizes: Sequence[Sequence[int]] | None) -> str | None:
-    row = layers[0].architecture
-    if not row.router_has_constant:
+    if not all(layer.constants for layer in layers):
         return (
-            f"{row.model_type} routers have no bias: the logit of a padded slot is a linear function of the hidden "
-            "state, which changes sign with it, so no router row can lose for every token. Export with per-layer "
-            "counts instead (loads with the remote code in the checkpoint and with the vLLM plugin), or search "
-            "with the same count in every layer"
+            f"{layers[0].architecture.model_type} routers have no bias: the logit of a padded slot is a linear "
+            "function of the hidden state, which changes sign with it, so no router row can lose for every token. "
+            "Export with per-layer counts instead (loads with the remote code in the checkpoint and with the vLLM "
+            "plugin), or search with the same count in every layer"
         )
     if sizes is None:
         return None

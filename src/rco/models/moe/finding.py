@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from rco.models.layout import text_config
 from rco.models.moe.expert_pairs import ExpertPairs, expert_weights, pair_outputs
-from rco.models.moe.layers import MoEArchitecture, MoELayer
+from rco.models.moe.layers import MoEArchitecture, MoELayer, stock_class
+from rco.models.moe.replay import FoundRule, find_rule
+from rco.models.moe.routing import RoutingRule
 
 __all__ = ["UnreadExperts", "find_layers"]
 
@@ -50,7 +52,7 @@ def find_layers(model: nn.Module) -> tuple[list[MoELayer], list[UnreadExperts]]:
     """The sparse layers of a model whose experts were verified, and the stacked matrices of all others."""
     layers: list[MoELayer] = []
     unread: list[UnreadExperts] = []
-    rows: dict[tuple[object, ...], MoEArchitecture | str] = {}
+    rows: dict[tuple[object, ...], _Facts | str] = {}
     for name, block in model.named_modules():
         for child, experts in block.named_children():
             stacks = _stacks(experts)
@@ -58,9 +60,11 @@ def find_layers(model: nn.Module) -> tuple[list[MoELayer], list[UnreadExperts]]:
                 continue
             place = f"{name}.{child}" if name else child
             shapes = tuple((key, tuple(value.shape)) for key, value in stacks.items())
-            kind = (type(experts), type(block), child, shapes)
+            # Routers of one architecture may differ from layer to layer.
+            routers = tuple(type(other) for other in block.children())
+            kind = (type(experts), type(block), child, shapes, routers)
             if kind not in rows:
-                rows[kind] = _architecture(model, place, block, child, experts)
+                rows[kind] = _facts(model, place, block, child, experts)
             found = rows[kind]
             if isinstance(found, str):
                 unread += [UnreadExperts(f"{place}.{key}", value, found) for key, value in stacks.items()]
@@ -80,9 +84,16 @@ def _stacks(module: nn.Module) -> dict[str, Tensor]:
     return found if named or {"gate_up_proj", "down_proj"} <= found.keys() else {}
 
 
-def _architecture(
-    model: nn.Module, place: str, block: nn.Module, child: str, experts: nn.Module
-) -> MoEArchitecture | str:
+@dataclass(frozen=True)
+class _Facts:
+    """What layers of one kind have in common."""
+
+    architecture: MoEArchitecture
+    rule: RoutingRule | None
+    obstacle: str  # reason why the rule is not known
+
+
+def _facts(model: nn.Module, place: str, block: nn.Module, child: str, experts: nn.Module) -> _Facts | str:
     """Facts about the experts of a layer, or the reason why they cannot be used."""
     own = dict(experts.named_parameters(recurse=False))
     up, down = own.get("gate_up_proj"), own.get("down_proj")
@@ -100,19 +111,31 @@ def _architecture(
         if error > _TOLERANCE:
             return f"the matrices of {type(experts).__name__} do not reproduce its output (error {error:.1e})"
     projections, separable = _stored(model, place)
-    stock = _stock_class(type(model))
+    stock = stock_class(type(model))
     text = text_config(model.config)
     count = int(up.shape[0])
-    return MoEArchitecture(
+    # Layers of a pruned model may have fewer experts than the configuration's number, which is the largest.
+    most = max(getattr(text, "num_experts_per_layer", None) or (count,))
+    field = next((field for field in _COUNTS if getattr(text, field, None) == most), "")
+    found: FoundRule | str = "its configuration does not name the number of experts"
+    if field:
+        found = find_rule(block, child, count, text)
+    known = found if isinstance(found, FoundRule) else None
+    row = MoEArchitecture(
         model_type=str(text.model_type),
         causal_lm=f"{stock.__module__}:{stock.__name__}",
-        count_field=next((field for field in _COUNTS if getattr(text, field, None) == count), ""),
-        router=_router(block, child, count),
+        count_field=field,
+        router=known.router if known else _router(block, child, count),
         experts=child,
+        correction=known.correction if known else None,
+        float32_router=known is not None and known.float32,
+        casts_weights=known is None or known.casts,
         projections=projections,
         interleaved=interleaved,
         separable=separable,
+        replayed=True,
     )
+    return _Facts(row, known.rule if known else None, found if isinstance(found, str) else "")
 
 
 def _plain_forward(experts: nn.Module) -> Any:
@@ -190,25 +213,31 @@ def _stored(model: nn.Module, place: str) -> tuple[tuple[str, str, str], bool]:
     return (first[0], first[1], last), True
 
 
-def _stock_class(cls: type) -> type:
-    """The class of transformers that a model's class is, or is made of."""
-    return next((base for base in cls.__mro__ if base.__module__.startswith("transformers.")), cls)
-
-
 def _layer(
     index: int,
     name: str,
     block: nn.Module,
     experts: nn.Module,
-    row: MoEArchitecture,
+    facts: _Facts,
     config: Any,
 ) -> MoELayer:
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
-    router = getattr(block, row.router) if row.router else block
+    row = facts.architecture
+    router = block.get_submodule(row.router)
     count = int(experts.gate_up_proj.shape[0])  # type: ignore[index]
     picked = _setting((router, block, config), _PICKED)
     return MoELayer(
-        index, int(numbers[-1]) if numbers else index, name, block, router, experts, count, None, row, picked
+        index,
+        int(numbers[-1]) if numbers else index,
+        name,
+        block,
+        router,
+        experts,
+        count,
+        facts.rule,
+        row,
+        picked,
+        facts.obstacle,
     )
 
 

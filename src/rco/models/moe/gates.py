@@ -234,9 +234,11 @@ class _LayerGates:
         """Replace the forward methods of the layer; ``undo`` restores them."""
         layer = self.layer
         if layer.fused:
-            if reroute:
+            replayed = layer.architecture.replayed
+            if reroute and not replayed:
                 override_forward(layer.router, self.route, undo)
-            self.own_forward = override_forward(layer.experts, self.run_experts, undo)
+            run = self.reroute_experts if reroute and replayed else self.run_experts
+            self.own_forward = override_forward(layer.experts, run, undo)
         else:
             self.weights = expert_weights(layer.experts)
             override_forward(layer.block, _unfused_forward(self), undo)
@@ -251,11 +253,18 @@ class _LayerGates:
         routing = route(layer.known_rule, logits, layer.correction, keep)
         weights = routing.weights
         if layer.architecture.casts_weights:
-            weights = weights.to(logits.dtype)
+            weights = weights.to(hidden.dtype)
         if self.mode == "scale" and self.gate is not None:
             weights = weights * self.gate[routing.indices].to(weights.dtype)
         self.routing = routing if self.gate is not None and torch.is_grad_enabled() else None
         return logits, weights, routing.indices
+
+    def reroute_experts(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Replacement of experts whose router was replayed: its decisions are made anew if gates change them."""
+        indices, weights = top_k_index, top_k_weights
+        if self.keep is not None or self.gate is not None:
+            _, weights, indices = self.route(hidden_states)
+        return self.run_experts(hidden_states, indices, weights)
 
     def run_experts(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Replacement of the experts: their weighted sum, with the gates' gradient if required."""

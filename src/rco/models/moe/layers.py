@@ -8,7 +8,7 @@ Architectures without a table row are read off the module tree (:mod:`rco.models
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,17 +20,25 @@ from rco.models.layout import text_config
 from rco.models.moe.routing import RoutingRule
 
 __all__ = [
+    "CHOSEN_GROUPS",
+    "GROUP_COUNTS",
     "MOE_ARCHITECTURES",
     "MoEArchitecture",
     "MoELayer",
     "UnsupportedMoEError",
+    "merge_groups",
     "moe_architecture",
     "moe_layers",
+    "named_class",
     "set_num_experts",
+    "stock_class",
     "stored_names",
 ]
 
 RoutingKind = Literal["softmax_topk", "topk_softmax", "sigmoid_topk"]
+GROUP_COUNTS = ("n_group", "num_group", "num_expert_group")
+CHOSEN_GROUPS = "topk_group"
+_OWN_PREFIXES = re.compile("^(Unfused|Pruned)+")  # of classes in checkpoints
 
 
 class UnsupportedMoEError(ValueError):
@@ -47,18 +55,21 @@ class MoEArchitecture:
         count_field: Configuration field with the number of routed experts.
         routing: ``softmax_topk`` (softmax over all, then top-k), ``topk_softmax`` (top-k, then softmax over
             the selected) or ``sigmoid_topk`` (independent scores, a correction bias for the choice alone).
-        router: Attribute of the router in the sparse block.
+        router: Path in the sparse block of the module that holds the router's weight.
         experts: Attribute of the experts in the sparse block.
         shared: Attribute of the expert that every token visits, if the architecture has one.
         shared_gate: Attribute of the sigmoid gate on the shared expert, if there is one.
+        correction: Path in the sparse block of a bias that takes part in the choice but not in the weights, if any.
         float32_router: The router multiplies in float32 for any dtype of the model.
         always_renormalises: Selected weights are made to sum to one without a configuration switch.
-        casts_weights: Routing weights are cast to the model's dtype before they multiply expert outputs.
+        casts_weights: Routing weights are cast to the type of hidden states before they multiply expert outputs.
         projections: Names of an expert's gate, up and down projection in checkpoints.
         interleaved: Rows of gate and up projection alternate in the stacked tensor, instead of following each
             other.
         stored_block: Name of the sparse block in checkpoints, if it differs from the model's.
         separable: Checkpoints of the stock model may store every expert separately.
+        replayed: The routing rule was found by replaying decisions: what the router returns is not known, only what
+            the experts receive.
     """
 
     model_type: str
@@ -69,6 +80,7 @@ class MoEArchitecture:
     experts: str = "experts"
     shared: str | None = None
     shared_gate: str | None = None
+    correction: str | None = None
     float32_router: bool = False
     always_renormalises: bool = False
     casts_weights: bool = True
@@ -76,16 +88,12 @@ class MoEArchitecture:
     interleaved: bool = False
     stored_block: str | None = None
     separable: bool = True
+    replayed: bool = False
 
     @property
     def class_name(self) -> str:
         """Name of the stock causal language model class."""
         return self.causal_lm.partition(":")[2]
-
-    @property
-    def router_has_constant(self) -> bool:
-        """Whether the router's choice has an additive constant per expert (a bias or a correction)."""
-        return self.routing in ("topk_softmax", "sigmoid_topk")
 
 
 def _row(name: str, camel: str, count: str, **extra: Any) -> MoEArchitecture:
@@ -101,6 +109,7 @@ _MIXTRAL = {
 }  # fmt: skip
 _GPT_OSS = {"routing": "topk_softmax", "router": "router", "interleaved": True, "separable": False}
 _FLOAT32 = {"shared": "shared_experts", "float32_router": True, "casts_weights": False}
+_SIGMOID = {"routing": "sigmoid_topk", "correction": "gate.e_score_correction_bias", **_FLOAT32}
 
 MOE_ARCHITECTURES: dict[str, MoEArchitecture] = {
     row.model_type: row
@@ -111,8 +120,8 @@ MOE_ARCHITECTURES: dict[str, MoEArchitecture] = {
         _row("qwen3_next", "Qwen3Next", "num_experts", **_QWEN_SHARED),
         _row("mixtral", "Mixtral", "num_local_experts", **_MIXTRAL),
         _row("deepseek_v2", "DeepseekV2", "n_routed_experts", **_FLOAT32),
-        _row("deepseek_v3", "DeepseekV3", "n_routed_experts", routing="sigmoid_topk", **_FLOAT32),
-        _row("glm4_moe", "Glm4Moe", "n_routed_experts", routing="sigmoid_topk", **_FLOAT32),
+        _row("deepseek_v3", "DeepseekV3", "n_routed_experts", **_SIGMOID),
+        _row("glm4_moe", "Glm4Moe", "n_routed_experts", **_SIGMOID),
         _row("gpt_oss", "GptOss", "num_local_experts", **_GPT_OSS),
     )
 }
@@ -127,12 +136,13 @@ class MoELayer:
         decoder_index: Position of the decoder layer in the model.
         name: Module path of the sparse block.
         block: The sparse block.
-        router: Its router.
+        router: The module that holds the router's weight, one row per expert.
         experts: Its experts: one module with 3-D tensors (fused) or an ``nn.ModuleList`` (unfused).
         num_experts: Experts in this layer.
         rule: The router's rule from logits to choice and weights; None if it is not known.
         architecture: The table row, or what was found in the model.
         picked: Experts that each token visits, where the rule is not known.
+        obstacle: Reason why the rule is not known.
     """
 
     index: int
@@ -145,6 +155,7 @@ class MoELayer:
     rule: RoutingRule | None
     architecture: MoEArchitecture
     picked: int = 0
+    obstacle: str = ""
 
     @property
     def top_k(self) -> int:
@@ -160,16 +171,16 @@ class MoELayer:
         """
         if self.rule is None:
             raise UnsupportedMoEError(
-                f"The routing rule of {self.name} ({self.architecture.model_type}) is not known: its experts can "
-                "be quantized, but not removed or scored. Rules are known for "
-                f"{', '.join(sorted(MOE_ARCHITECTURES))}."
+                f"The routing rule of {self.name} ({self.architecture.model_type}) is not known, because "
+                f"{self.obstacle}: its experts can be quantized, but not removed or scored."
             )
         return self.rule
 
     @property
-    def routing(self) -> RoutingKind:
-        """The kind of router."""
-        return self.architecture.routing
+    def gate(self) -> nn.Module:
+        """The child of the block that chooses the experts: the router, or the module around it."""
+        child: nn.Module = getattr(self.block, self.architecture.router.partition(".")[0])
+        return child
 
     @property
     def experts_name(self) -> str:
@@ -196,7 +207,18 @@ class MoELayer:
     @property
     def correction(self) -> Tensor | None:
         """The bias that takes part in the choice but not in the weights, if the router has one."""
-        return getattr(self.router, "e_score_correction_bias", None)
+        path = self.architecture.correction
+        if path is None:
+            return None
+        owner, _, name = path.rpartition(".")
+        found: Tensor = getattr(self.block.get_submodule(owner), name)
+        return found
+
+    @property
+    def constants(self) -> list[Tensor]:
+        """Tensors that add a constant per expert to the choice: a bias, a correction, or none."""
+        found = (getattr(self.router, "bias", None), self.correction)
+        return [value for value in found if isinstance(value, Tensor)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Router logits (tokens, experts) of flattened hidden states (tokens, width), as the model forms them."""
@@ -268,10 +290,32 @@ def stored_names(model: nn.Module) -> Callable[[str], str]:
     return lambda name: blocks.sub(lambda found: renamed[found[0]], name)
 
 
-def set_num_experts(config: Any, count: int) -> None:
+def set_num_experts(config: Any, count: int, row: MoEArchitecture) -> None:
     """Write the number of routed experts into the field that the architecture reads."""
-    text = text_config(config)
-    setattr(text, moe_architecture(config).count_field, int(count))
+    setattr(text_config(config), row.count_field, int(count))
+
+
+def merge_groups(place: Any) -> None:
+    """Set the numbers of groups that a configuration or a router names to one."""
+    for name in (*GROUP_COUNTS, CHOSEN_GROUPS):
+        if vars(place).get(name) is not None:
+            setattr(place, name, 1)
+
+
+def stock_class(cls: type) -> type:
+    """The class of transformers that a model's class is, or is made of."""
+    return next((base for base in cls.__mro__ if base.__module__.startswith("transformers.")), cls)
+
+
+def named_class(model_type: str, architectures: Sequence[str] | None) -> type:
+    """The class of transformers for a checkpoint, from its model type and the classes that its config names."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    bare = [_OWN_PREFIXES.sub("", name) for name in architectures or ()]
+    name = next((each for each in bare if hasattr(transformers, each)), None)
+    found: type = getattr(transformers, name or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    return found
 
 
 def _layer(

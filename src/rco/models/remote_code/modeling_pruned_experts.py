@@ -16,9 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["PrunedExpertsMixin", "RaggedGroupsMixin", "fit_layer", "pruned_class"]
+__all__ = [
+    "PrunedExpertsMixin",
+    "RaggedGroupsMixin",
+    "fit_layer",
+    "pruned_class",
+    "ragged_groups",
+    "replace_tensor",
+    "set_count",
+    "tensors_by_expert",
+]
 
 ROUTER_NAMES = ("gate", "router")
+COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class PrunedExpertsMixin:
@@ -37,7 +47,7 @@ class PrunedExpertsMixin:
             if not isinstance(router, nn.Module) or not isinstance(experts, nn.Module):
                 continue
             layer = int(re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)[-1])
-            fit_layer(router, experts, counts[layer], groups[layer] if groups else None)
+            fit_layer(block, router, experts, counts[layer], groups[layer] if groups else None)
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -45,23 +55,45 @@ class PrunedExpertsMixin:
         return bool(cls.__mro__[cls.__mro__.index(PrunedExpertsMixin) + 1]._can_set_experts_implementation())  # type: ignore[attr-defined]
 
 
-def fit_layer(router: Any, experts: Any, count: int, group_sizes: list[int] | None = None) -> None:
+def fit_layer(
+    block: Any, router: Any, experts: Any, count: int, group_sizes: list[int] | None = None
+) -> None:
     """Cut the router and the experts of one layer to ``count`` experts, keeping the first ones' values."""
-    before = router.weight.shape[0]
-    for module in (router, experts):
-        for name, tensor in list(module.named_parameters(recurse=False)) + list(
-            module.named_buffers(recurse=False)
-        ):
-            if tensor.dim() == 0 or tensor.shape[0] != before:
-                continue
-            cut = tensor.detach()[:count].clone()
-            if isinstance(tensor, nn.Parameter):
-                module.register_parameter(name, nn.Parameter(cut, requires_grad=tensor.requires_grad))
-            else:
-                module.register_buffer(name, cut)
-        module.num_experts = count
+    for module, name, tensor in tensors_by_expert(block, router, experts):
+        replace_tensor(module, name, tensor.detach()[:count].clone())
+    set_count(block, router, experts, count)
     if group_sizes is not None:
         ragged_groups(router, group_sizes)
+
+
+def tensors_by_expert(block: Any, router: Any, experts: Any) -> list[tuple[Any, str, Tensor]]:
+    """Tensors with one row per expert, as (module, name, tensor): of experts, router, and biases of the block."""
+    count = max(tensor.shape[0] for tensor in experts.parameters() if tensor.dim() == 3)
+    found = []
+    for module in (experts, *router.modules(), block):
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in own:
+            if tensor.dim() and tensor.shape[0] == count and (module is not block or tensor.dim() == 1):
+                found.append((module, name, tensor))
+    return found
+
+
+def replace_tensor(module: Any, name: str, value: Tensor) -> None:
+    """Replace a parameter or buffer by one of another shape."""
+    before = getattr(module, name)
+    if isinstance(before, nn.Parameter):
+        module.register_parameter(name, nn.Parameter(value, requires_grad=before.requires_grad))
+    else:
+        module.register_buffer(name, value, persistent=name not in module._non_persistent_buffers_set)
+
+
+def set_count(block: Any, router: Any, experts: Any, count: int) -> None:
+    """Write the number of experts into the attributes that the modules of a layer compute with."""
+    router.num_experts = experts.num_experts = count
+    for module in (block, *router.modules(), experts):
+        for name in COUNT_NAMES:
+            if name in vars(module):
+                setattr(module, name, count)
 
 
 def ragged_groups(router: Any, group_sizes: list[int]) -> None:

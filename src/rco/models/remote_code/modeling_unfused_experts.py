@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 __all__ = ["UnfusedExperts", "UnfusedExpertsMixin", "unfused_class"]
 
-PROJECTION_NAMES = {"mixtral": ("w1", "w3", "w2")}
+PROJECTION_NAMES = {"mixtral": ("w1", "w3", "w2")}  # of checkpoints that do not list them
 KEY_MAPPINGS = {"mixtral": {r"\.block_sparse_moe\.": ".mlp."}}  # from the names in checkpoints to the model's
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
@@ -88,7 +88,8 @@ class UnfusedExpertsMixin:
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        names = PROJECTION_NAMES.get(text.model_type, ("gate_proj", "up_proj", "down_proj"))
+        default = PROJECTION_NAMES.get(text.model_type, ("gate_proj", "up_proj", "down_proj"))
+        names = tuple(getattr(config, "expert_projections", None) or default)
         blocks = [
             block
             for block in self.modules()  # type: ignore[attr-defined]
