@@ -5,8 +5,6 @@ import json
 import pytest
 from gguf_models import tiny_gguf
 
-from rco.compression.llama_mixes import MIXES
-
 pytest.importorskip("gguf", reason="GGUF files need the extra gguf")
 pytest.importorskip("libggml", reason="ggml's encoders are in the extra gguf")
 LENGTH = 16
@@ -22,10 +20,10 @@ def model(tmp_path_factory):
 
 
 def test_mixtures_are_sizes_and_entrants_of_a_comparison(run, tmp_path, model, texts):
-    mixes = ["llama-iq3_xxs", "llama-q4_k_m", "pure-q6_k"]
-    assert {"llama-iq3_xxs", "llama-q4_k_m"} <= MIXES.keys()
+    mixes = ["llama-q3_k_m", "llama-q4_k_m", "pure-q6_k"]
     out = tmp_path / "compared"
     arguments = ["compare", "quantize", model, "--format=gguf", "--data", texts, "--out", out, *SMALL]
+    arguments += ["--types=q3_k,q4_0,q4_k,q5_0,q5_1,q5_k,q6_k,q8_0"]
     arguments += [f"--size={','.join(mixes[:2])}", f"--methods=rco,output-error,{','.join(mixes)}"]
     code, printed, told = run(
         *arguments, f"--allowance=tokens={LENGTH * 60}", "--seeds=1", "--workers=1", "--no-curves", "--json"
@@ -34,12 +32,12 @@ def test_mixtures_are_sizes_and_entrants_of_a_comparison(run, tmp_path, model, t
     outcome = json.loads(printed)
     assert outcome["failed"] == {}
     sizes = {(row["budget"], row["method"]): row["bytes"] for row in outcome["rows"]}
-    small, large = sizes["llama-iq3_xxs", "llama-iq3_xxs"], sizes["llama-q4_k_m", "llama-q4_k_m"]
+    small, large = sizes["llama-q3_k_m", "llama-q3_k_m"], sizes["llama-q4_k_m", "llama-q4_k_m"]
     # A mixture is listed where it fits; the search has as many bytes as the mixture that names the size.
-    assert {method for budget, method in sizes if budget == "llama-iq3_xxs"} == {
-        "rco", "output-error", "llama-iq3_xxs",
+    assert {method for budget, method in sizes if budget == "llama-q3_k_m"} == {
+        "rco", "output-error", "llama-q3_k_m",
     }  # fmt: skip
-    assert ("llama-q4_k_m", "llama-iq3_xxs") in sizes
+    assert ("llama-q4_k_m", "llama-q3_k_m") in sizes
     assert ("llama-q4_k_m", "pure-q6_k") not in sizes
     for (budget, _), size in sizes.items():
-        assert size <= (small if budget == "llama-iq3_xxs" else large)
+        assert size <= (small if budget == "llama-q3_k_m" else large)
