@@ -1,7 +1,7 @@
 """llama.cpp's rounding of activations on a CPU, in a model of transformers.
 
 Before a product with a quantized weight, llama.cpp rounds the other operand to 8 bits: in blocks of 32 with a scale
-in float16 (its types Q8_0 and Q8_1), or in blocks of 256 with one in float32 (Q8_K), depending on the weight's type.
+in float16 (its types Q8_0 and Q8_1), or in blocks of 256 with one in float32 (Q8_K), by the weight's type.
 For a weight in float16 or bfloat16 it rounds to that type. Attention takes queries, keys, values and probabilities
 in float16.
 """
