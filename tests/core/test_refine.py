@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import rco
 from rco.core.choice import SampleTracker
 from rco.core.evaluator import Evaluator
-from rco.core.moves import layer_order, spend, uniform_allocation
-from rco.core.refine import refine
+from rco.core.moves import is_spent, layer_order, spend, uniform_allocation
+from rco.core.refine import _proposals, refine
 from rco.testing import QuadraticObjective, enumerate_feasible, random_problem, true_optimum
 
 
@@ -32,6 +32,26 @@ def test_spend_takes_the_best_value_first():
     problem = rco.AllocationProblem([1, 2], budget=4, weights=[1, 1, 1])
     values = np.array([[0.0, 1.0], [0.0, 3.0], [0.0, 2.0]])
     assert spend(problem, np.array([0, 0, 0]), values).tolist() == [0, 1, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), joint=st.booleans(), spent_before=st.booleans(), groups=st.integers(2, 7))
+def test_proposals_of_a_monotone_problem_leave_nothing_affordable(seed, joint, spent_before, groups):
+    """They are those of the plain problem, each with its leftover budget spent."""
+    rng = np.random.default_rng(seed)
+    costs = rng.integers(0, 9, size=(2, groups, 4) if joint else (1, groups, 4))
+    budget = [int(rng.integers(each.max(1).sum() // 2, each.max(1).sum() + 2)) for each in costs]
+    choices = costs.sum(axis=0).argmin(axis=1)
+    budget = [max(b, int(c[np.arange(groups), choices].sum())) for b, c in zip(budget, costs, strict=True)]
+    given_costs, given_budget = (costs, budget) if joint else (costs[0], budget[0])
+    plain = rco.AllocationProblem(given_costs, budget=given_budget, sense="<=")
+    monotone, predicted = plain.replace(monotone=True), rng.normal(size=(groups, 4))
+    if spent_before:
+        choices = spend(plain, choices, -predicted)
+    found = list(_proposals(monotone, choices, predicted, 64, 1000))
+    expected = [spend(plain, each, -predicted) for each in _proposals(plain, choices, predicted, 64, 1000)]
+    assert [each.tolist() for each in found] == [each.tolist() for each in expected]
+    assert all(is_spent(monotone, each) for each in found)
 
 
 def test_uniform_is_the_dearest_single_option_that_fits():

@@ -11,6 +11,7 @@ import rco.core.evaluator
 import rco.core.search
 from rco.compression.priors import logits_from_losses
 from rco.core.expected_cost import expected_cost
+from rco.core.moves import is_spent
 from rco.core.sampling import batch_order, gumbel_noise
 from rco.core.search import temperature
 from rco.testing import NetworkObjective, QuadraticObjective, random_problem, true_optimum
@@ -198,6 +199,26 @@ def test_unspent_budget_is_spent_where_costlier_is_never_worse():
     room = 17 - result.cost
     upgrades = [w for w, k in zip([2, 3, 1, 2], result.allocation, strict=True) if k < 2]
     assert all(w > room for w in upgrades)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_allocation_seen_is_the_best_of_those_that_leave_nothing_affordable(seed):
+    """Even if the loss contradicts that costlier options are never worse."""
+    problem = random_problem(seed, 6, 4, sense="<=", monotone=True)
+    objective, seen = QuadraticObjective(6, 4, seed=seed), []
+
+    def loss(gates):
+        found = objective.loss(gates, 0) + (gates * torch.arange(4.0)).sum()
+        if bool((gates.max(dim=1).values == 1).all()):
+            seen.append((gates.argmax(dim=1).numpy(), found.item()))
+        return found
+
+    result = rco.RCO(steps=10, samples=4, seed=seed).search(problem, loss)
+    whole = [value for choices, value in seen if problem.is_feasible(choices) and is_spent(problem, choices)]
+    assert any(value < min(whole) for choices, value in seen if problem.is_feasible(choices))
+    assert result.loss <= min(whole) + 1e-12
+    if result.chosen_from == "best seen":
+        assert is_spent(problem, np.asarray(result.allocation))
 
 
 @pytest.mark.parametrize("sense", ["==", "<="])

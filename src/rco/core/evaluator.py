@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rco.core.measured_curvature import MeasuredCurvature
+from rco.core.moves import is_spent
 from rco.core.objective import Loss, Request, as_objective, one_hot
 from rco.core.problem import AllocationProblem
 
@@ -181,9 +182,14 @@ class Evaluator:
         return losses
 
     def _remember(self, choices: np.ndarray, loss: float) -> None:
-        """Keep the best feasible allocation, where one batch gives the loss."""
-        better = loss < self.best_loss and self.one_loss and self.problem is not None
-        if better and self.problem is not None and self.problem.is_feasible(choices):
+        """Keep the best feasible allocation, where one batch gives the loss.
+
+        Of a monotone problem, only those that leave no budget that would buy something.
+        """
+        problem = self.problem
+        if problem is None or loss >= self.best_loss or not self.one_loss:
+            return
+        if problem.is_feasible(choices) and (not problem.monotone or is_spent(problem, choices)):
             self.best_choices, self.best_loss = choices.copy(), loss
 
     def _remember_gates(self, gates: Tensor, loss: float) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rco.core.evaluator import Evaluator, OutOfAllowance
 from rco.core.knapsack import found_allocation
-from rco.core.moves import cost_changes, fitting_switches, spend, unspent
+from rco.core.moves import cost_changes, fitting_switches, is_spent, spend, unspent
 from rco.core.objective import one_hot
 from rco.core.problem import AllocationProblem
 from rco.core.result import StepRecord
@@ -245,8 +245,7 @@ class Climb:
         predicted = self._predict()
         if predicted is not None:
             cost = predicted[0] + predicted[1]
-            for found in _proposals(self.problem, self.choices, cost, self.moves, 2 * self.patience):
-                yield spend(self.problem, found, -cost) if self.problem.monotone else found
+            yield from _proposals(self.problem, self.choices, cost, self.moves, 2 * self.patience)
 
     def _improve(self, proposals: Iterator[np.ndarray], together: int) -> bool:
         """Take the first proposal that pays, the best of those evaluated together; False if none does."""
@@ -321,7 +320,10 @@ def _record(evaluator: Evaluator, step: int, allowance: float, loss: float) -> S
 def _proposals(
     problem: AllocationProblem, choices: np.ndarray, predicted: np.ndarray, moves: int, most: int
 ) -> Iterator[np.ndarray]:
-    """Feasible neighbours by one switch or two; ``predicted`` (N, K) is the loss that a switch adds."""
+    """Feasible neighbours by one switch or two; ``predicted`` (N, K) is the loss that a switch adds.
+
+    If the problem is monotone, budget that a switch frees is spent again.
+    """
     groups = np.arange(problem.num_groups)
     change, room = cost_changes(problem, choices), unspent(problem, choices)
     possible = problem.allowed.copy()
@@ -332,8 +334,7 @@ def _proposals(
     flat = predicted.ravel()[cells]
     keep = np.argsort(flat, kind="stable")[:moves]
     # Cheaper options are needed as the other half of an exchange even when they rank low on their own.
-    freeing = (change.reshape(change.shape[0], -1)[:, cells] < 0).any(axis=0)
-    cheaper = np.flatnonzero(freeing)
+    cheaper = np.flatnonzero((change.reshape(change.shape[0], -1)[:, cells] < 0).any(axis=0))
     cheaper = cheaper[np.argsort(flat[cheaper], kind="stable")[:moves]]
     selected = cells[np.unique(np.concatenate([keep, cheaper]))]
     group, option = selected // problem.num_options, selected % problem.num_options
@@ -350,6 +351,9 @@ def _proposals(
         order = best[np.lexsort((best, total[best]))]
     else:
         order = np.argsort(total, kind="stable")
+    # Costlier options alone free no budget: from an allocation without leftover budget they lead to another one.
+    frees = np.asarray((delta < 0).any(axis=0))
+    has_leftover = problem.monotone and not is_spent(problem, choices)
     for position in order.tolist():
         neighbour = choices.copy()
         if position < len(singles):
@@ -358,6 +362,8 @@ def _proposals(
             switched = [first[position - len(singles)], second[position - len(singles)]]
         for move in switched:
             neighbour[group[move]] = option[move]
+        if problem.monotone and (has_leftover or frees[switched].any()):
+            neighbour = spend(problem, neighbour, -predicted)
         yield neighbour
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rco.core.choice import Candidates
 from rco.core.evaluator import Evaluator, OutOfAllowance, SearchStopped
-from rco.core.moves import is_spent, layer_order, repaired, uniform_allocation
+from rco.core.moves import layer_order, repaired, uniform_allocation
 from rco.core.objective import Loss, one_hot
 from rco.core.problem import AllocationProblem, InfeasibleBudgetError
 from rco.core.result import SearchResult, StepRecord
@@ -483,10 +483,7 @@ class SearchRun:
                 name, choices, loss = "refined", polished, better
                 candidates.losses[name] = loss
         seen = self.evaluator.best_choices  # a sample, or an exchange
-        # Of a monotone problem no result leaves budget that would buy something.
-        whole = seen is not None and (not self.problem.monotone or is_spent(self.problem, seen))
-        if self.settings.compares_starts and whole and self.evaluator.best_loss < loss:
-            assert seen is not None
+        if self.settings.compares_starts and seen is not None and self.evaluator.best_loss < loss:
             name, choices, loss = "best seen", seen, self.evaluator.best_loss
             candidates.losses[name] = loss
         return self._result(choices, loss, name, candidates.losses)
