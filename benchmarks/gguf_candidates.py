@@ -27,7 +27,7 @@ def main():
     parser.add_argument("--out", type=Path, default=RESULTS / "gguf_candidates.json")
     arguments = parser.parse_args()
 
-    from rco.compression.gguf import GGUF_WIDTHS, GGUFFile
+    from rco.compression.llama_quantize import GGUF_WIDTHS, GGUFFile
     from rco.formats.rounding import round_to_nearest
     from rco.models.loading import load_model
     from rco.runs import environment, write_json_atomic

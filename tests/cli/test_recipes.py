@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from rco.cli import main
-from rco.compression.gguf import BLOCK_TYPES
+from rco.compression.llama_quantize import RECIPE_TYPES
 from rco.export.llama_cpp import parse_tensor_types
 
 QUICK = [
@@ -27,7 +27,7 @@ def finished(tmp_path_factory):
 def test_the_search_counts_block_types_and_the_recipe_names_them(finished):
     metrics = json.loads((finished / "metrics.json").read_text())
     rules = parse_tensor_types((finished / "model" / "tensor_types.txt").read_text())
-    types = {pattern.strip("^$").replace("\\", ""): BLOCK_TYPES[kind] for pattern, kind in rules}
+    types = {pattern.strip("^$").replace("\\", ""): RECIPE_TYPES[kind] for pattern, kind in rules}
     weights = bits = 0
     for group in metrics["groups"]:
         (member,) = group["members"]

@@ -11,7 +11,7 @@ import rco
 from rco.compression.budget import Budget
 from rco.compression.candidates import CandidateSettings
 from rco.compression.compression import Compression
-from rco.compression.gguf import GGUFFile
+from rco.compression.llama_quantize import GGUFFile
 from rco.compression.plan import make_plan
 from rco.export.exporter import ExportRequest
 from rco.export.llama_cpp import LlamaCppExporter

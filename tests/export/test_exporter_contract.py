@@ -5,7 +5,7 @@ import torch
 from gguf_models import load_tiny
 
 from rco import registry
-from rco.compression.gguf import GGUFFile
+from rco.compression.llama_quantize import GGUFFile
 from rco.formats.ggml.block_types import GGMLFormat
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rco.compression.file_size import distinct_state
-from rco.compression.gguf import BLOCK_TYPES, GGUF_WIDTHS, GGUFFile, block_type, written_type
+from rco.compression.llama_quantize import GGUF_WIDTHS, RECIPE_TYPES, GGUFFile, block_type, written_type
 from rco.export import ExportError
 from rco.export.exporter import ExportRequest
 from rco.export.llama_cpp import LlamaCppExporter, parse_tensor_types, types_written
@@ -79,19 +79,19 @@ def weights_for(loaded, file, choice):
     ],
 )  # fmt: skip
 def test_true_bits_per_weight(name, bits):
-    assert BLOCK_TYPES[name].bits_per_weight == Fraction(bits)
+    assert RECIPE_TYPES[name].bits_per_weight == Fraction(bits)
 
 
 def test_block_sizes_are_those_of_the_gguf_package():
     gguf = pytest.importorskip("gguf")
-    for name, kind in BLOCK_TYPES.items():
+    for name, kind in RECIPE_TYPES.items():
         sizes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
         assert (kind.block, kind.block_bytes) == sizes
 
 
 def test_codes_and_scales_of_a_type_are_those_of_its_grid():
     """Bits of a block: the codes of its grid, and for each group a scale (and a minimum) of 4 to 16 bits."""
-    for kind in BLOCK_TYPES.values():
+    for kind in RECIPE_TYPES.values():
         if kind.scheme == ORIGINAL:
             continue
         groups = kind.block // kind.scheme.group_size
@@ -217,10 +217,10 @@ def test_promised_size_is_the_sum_of_block_sizes(llama, tmp_path):
     text = (tmp_path / "out" / "tensor_types.txt").read_text()
     expected = 0
     for name, tensor in file.tensors.items():
-        kind = BLOCK_TYPES["f32"]
+        kind = RECIPE_TYPES["f32"]
         for pattern, asked in parse_tensor_types(text):
             if re.search(pattern, name):
-                kind = BLOCK_TYPES[asked]
+                kind = RECIPE_TYPES[asked]
         blocks, rest = divmod(tensor.rows * tensor.columns, kind.block)
         assert rest == 0
         expected += blocks * kind.block_bytes
@@ -291,7 +291,7 @@ def test_latent_attention_takes_a_type_that_fits_both_of_its_tensors():
         4: "q4_0", 5: "q5_0", 8: "q8_0", 16: "f16"
     }  # fmt: skip
     both = [file.tensors[name] for name in gguf_names(loaded.layout, info.name)]
-    assert sum(BLOCK_TYPES["q5_0"].tensor_bytes(t.rows, t.columns) for t in both) == file.linear_bytes(
+    assert sum(RECIPE_TYPES["q5_0"].tensor_bytes(t.rows, t.columns) for t in both) == file.linear_bytes(
         info, 5
     )
 

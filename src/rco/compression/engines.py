@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from rco.compression.gguf import GGUF_WIDTHS
+from rco.compression.llama_quantize import GGUF_WIDTHS
 from rco.formats.base import Format
 from rco.formats.integer import IntegerGrid
 

@@ -14,8 +14,8 @@ from typing import TypeVar, get_args
 import numpy as np
 
 from rco.compression.engines import Engine, ExpertGroups, find_engine
-from rco.compression.gguf import GGUF_WIDTHS, GGUFFile
 from rco.compression.gguf_target import GGUFTarget
+from rco.compression.llama_quantize import GGUF_WIDTHS, GGUFFile
 from rco.formats.base import Format
 from rco.formats.ggml.block_types import GGMLFormat
 from rco.formats.integer import IntegerGrid

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from rco.compression.gguf import BLOCK_TYPES, BlockType, GGUFFile, written_type
+from rco.compression.llama_quantize import RECIPE_TYPES, GGUFFile, RecipeType, written_type
 from rco.export.exporter import ExportError
 from rco.export.recipes import Choice, Recipe, RecipeExporter
 from rco.formats.original import ORIGINAL
@@ -39,7 +39,7 @@ class LlamaCppExporter(RecipeExporter):
         file = GGUFFile.of(choice.loaded.layout, choice.loaded.model)
         types = _types(choice, file)
         asked = {
-            name: types.get(name, BLOCK_TYPES[file.dense]).name
+            name: types.get(name, RECIPE_TYPES[file.dense]).name
             for name, tensor in file.tensors.items()
             if not tensor.float32
         }
@@ -57,9 +57,9 @@ class LlamaCppExporter(RecipeExporter):
         return Recipe({"tensor_types.txt": text}, usage, tensors)
 
 
-def _types(choice: Choice, file: GGUFFile) -> dict[str, BlockType]:
+def _types(choice: Choice, file: GGUFFile) -> dict[str, RecipeType]:
     """Type of every quantized tensor."""
-    types: dict[str, BlockType] = {}
+    types: dict[str, RecipeType] = {}
     for name, scheme in choice.schemes.items():
         info = choice.linears[name]
         kind = file.type_of(info, scheme.bits)
@@ -89,8 +89,8 @@ def parse_tensor_types(text: str) -> list[tuple[str, str]]:
         pattern, separator, kind = item.partition("=")
         if not (separator and pattern and kind):
             raise ExportError(f"{item!r} is not NAME=TYPE.")
-        if kind.lower() not in BLOCK_TYPES:
-            raise ExportError(f"{kind!r} in {item!r} is none of the types {', '.join(BLOCK_TYPES)}.")
+        if kind.lower() not in RECIPE_TYPES:
+            raise ExportError(f"{kind!r} in {item!r} is none of the types {', '.join(RECIPE_TYPES)}.")
         found.append((pattern.lower(), kind.lower()))
     return found
 

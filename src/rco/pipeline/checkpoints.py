@@ -15,7 +15,7 @@ from torch import Tensor
 from rco import registry
 from rco.compression.budget import Budget
 from rco.compression.engines import Engine
-from rco.compression.gguf import ALIGNMENT
+from rco.compression.llama_quantize import ALIGNMENT
 from rco.compression.plan import CompressionPlan
 from rco.core.problem import Allocation
 from rco.evaluation.size import average_bits, checkpoint_size

@@ -16,9 +16,9 @@ from rco.compression.candidates import CandidateSettings, read_importances
 from rco.compression.compression import Compression
 from rco.compression.costs import Visits, routing_visits
 from rco.compression.engines import find_engine
-from rco.compression.gguf import GGUFFile
 from rco.compression.gguf_target import GGUFTarget, parse_types
 from rco.compression.llama_mixes import is_mix, needed_types
+from rco.compression.llama_quantize import GGUFFile
 from rco.compression.plan import (
     CompressionPlan,
     ExpertGroups,

@@ -1,4 +1,8 @@
-"""llama.cpp's block types as options, and exact bytes of an allocation in a GGUF file.
+"""Types that ``llama-quantize`` writes by a recipe, as options, and exact bytes of an allocation in its file.
+
+Searches over ggml's own blocks (:mod:`rco.compression.gguf_target`) write the file themselves, but need a GGUF file
+that transformers reads. A recipe only needs the names of the tensors, which are known for more architectures:
+candidates are then integer grids with the codes and groups of a type, and llama.cpp quantizes once more.
 
 A GGUF tensor is stored row by row in blocks. The K types hold 256 weights in a block, so the length of a row
 must be a multiple of 256; otherwise llama.cpp silently writes another type. Plans never rely on that: multiples of
@@ -22,17 +26,19 @@ from torch import nn
 
 from rco.compression.file_size import LinearLike, distinct_state
 from rco.formats.base import Format
+from rco.formats.ggml.block_types import BLOCK_TYPES
+from rco.formats.ggml.float_types import FLOAT_TYPES
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
 from rco.models.gguf_names import GGUFTensor, gguf_names, gguf_tensors
 from rco.models.layout import Layout
 
-__all__ = ["ALIGNMENT", "BLOCK_TYPES", "GGUF_WIDTHS", "BlockType", "GGUFFile", "block_type", "written_type"]
+__all__ = ["ALIGNMENT", "GGUF_WIDTHS", "RECIPE_TYPES", "GGUFFile", "RecipeType", "block_type", "written_type"]
 
 
 @dataclass(frozen=True)
-class BlockType:
-    """One storage type of a GGUF file.
+class RecipeType:
+    """A type that a recipe may name.
 
     Attributes:
         name: As llama.cpp's programs read and print it.
@@ -65,22 +71,25 @@ class BlockType:
         return rows * (columns // self.block) * self.block_bytes
 
 
-BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
+def _quantized(name: str, group_size: int, *, symmetric: bool) -> RecipeType:
+    kind = BLOCK_TYPES[name]
+    return RecipeType(name, kind.block, kind.block_bytes, IntegerGrid(kind.bits, group_size, symmetric))
+
+
+RECIPE_TYPES: Mapping[str, RecipeType] = MappingProxyType(
     {
         kind.name: kind
         for kind in (
-            BlockType("q2_k", 256, 84, IntegerGrid(2, 16, symmetric=False)),
-            BlockType("q3_k", 256, 110, IntegerGrid(3, 16, symmetric=True)),
-            BlockType("q4_k", 256, 144, IntegerGrid(4, 32, symmetric=False)),
-            BlockType("q5_k", 256, 176, IntegerGrid(5, 32, symmetric=False)),
-            BlockType("q6_k", 256, 210, IntegerGrid(6, 16, symmetric=True)),
-            BlockType("q4_0", 32, 18, IntegerGrid(4, 32, symmetric=True)),
-            BlockType("q5_0", 32, 22, IntegerGrid(5, 32, symmetric=True)),
-            BlockType("q5_1", 32, 24, IntegerGrid(5, 32, symmetric=False)),
-            BlockType("q8_0", 32, 34, IntegerGrid(8, 32, symmetric=True)),
-            BlockType("f16", 1, 2, ORIGINAL),
-            BlockType("bf16", 1, 2, ORIGINAL),
-            BlockType("f32", 1, 4, ORIGINAL),
+            _quantized("q2_k", 16, symmetric=False),
+            _quantized("q3_k", 16, symmetric=True),
+            _quantized("q4_k", 32, symmetric=False),
+            _quantized("q5_k", 32, symmetric=False),
+            _quantized("q6_k", 16, symmetric=True),
+            _quantized("q4_0", 32, symmetric=True),
+            _quantized("q5_0", 32, symmetric=True),
+            _quantized("q5_1", 32, symmetric=False),
+            _quantized("q8_0", 32, symmetric=True),
+            *(RecipeType(name, 1, dtype.itemsize, ORIGINAL) for name, (_, dtype) in FLOAT_TYPES.items()),
         )
     }
 )
@@ -93,7 +102,7 @@ GGUF_WIDTHS = tuple(_OF_256)
 _FALLBACK = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 
 
-def block_type(width: int, columns: int, dense: str = "f16") -> BlockType | None:
+def block_type(width: int, columns: int, dense: str = "f16") -> RecipeType | None:
     """Block type of a width for rows of that length; None if llama.cpp has none.
 
     Args:
@@ -102,18 +111,18 @@ def block_type(width: int, columns: int, dense: str = "f16") -> BlockType | None
         dense: Type of unquantized weights, ``f16`` or ``bf16``.
     """
     if width == 16:
-        return BLOCK_TYPES[dense]
+        return RECIPE_TYPES[dense]
     name = (_OF_32 if columns % 256 else _OF_256).get(width)
-    kind = BLOCK_TYPES[name] if name is not None else None
+    kind = RECIPE_TYPES[name] if name is not None else None
     return kind if kind is not None and kind.fits(columns) else None
 
 
-def written_type(asked: str, columns: int) -> BlockType:
+def written_type(asked: str, columns: int) -> RecipeType:
     """The type that llama.cpp writes for a requested one: the same, or its fallback."""
-    kind = BLOCK_TYPES[asked]
+    kind = RECIPE_TYPES[asked]
     if not kind.fits(columns):
-        kind = BLOCK_TYPES[_FALLBACK.get(asked, asked)]
-    return kind if kind.fits(columns) else BLOCK_TYPES["f16"]
+        kind = RECIPE_TYPES[_FALLBACK.get(asked, asked)]
+    return kind if kind.fits(columns) else RECIPE_TYPES["f16"]
 
 
 ALIGNMENT = 32  # bytes; every tensor begins at a multiple
@@ -145,7 +154,7 @@ class GGUFFile:
             layout, {tensor.name: tensor for tensor in found}, "bf16" if torch.bfloat16 in types else "f16"
         )
 
-    def type_of(self, linear: LinearLike, width: int) -> BlockType | None:
+    def type_of(self, linear: LinearLike, width: int) -> RecipeType | None:
         """Block type of a width for a linear; None if llama.cpp has none that fits its rows.
 
         If the converter splits a linear into several tensors, the type fits the rows of all of them.
@@ -172,12 +181,12 @@ class GGUFFile:
         searched = sum(self.linear_bytes(linear, 16) for linear in linears)
         return everything - searched + (ALIGNMENT - 1) * len(self.tensors)
 
-    def tensor_bytes(self, types: Mapping[str, BlockType]) -> dict[str, int]:
+    def tensor_bytes(self, types: Mapping[str, RecipeType]) -> dict[str, int]:
         """Data bytes of every tensor; those not in ``types`` are unquantized."""
         return {
             name: self._type(tensor, types).tensor_bytes(tensor.rows, tensor.columns)
             for name, tensor in self.tensors.items()
         }
 
-    def _type(self, tensor: GGUFTensor, types: Mapping[str, BlockType]) -> BlockType:
-        return BLOCK_TYPES["f32"] if tensor.float32 else types.get(tensor.name, BLOCK_TYPES[self.dense])
+    def _type(self, tensor: GGUFTensor, types: Mapping[str, RecipeType]) -> RecipeType:
+        return RECIPE_TYPES["f32"] if tensor.float32 else types.get(tensor.name, RECIPE_TYPES[self.dense])
