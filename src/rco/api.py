@@ -103,6 +103,7 @@ def quantize(
     store: str | Path | None = QuantizeConfig.store,
     overwrite_store: bool = QuantizeConfig.overwrite_store,
     widths: str | Sequence[int] | None = QuantizeConfig.widths,
+    formats: str | Sequence[str] | None = QuantizeConfig.formats,
     types: str | Sequence[str] | None = QuantizeConfig.types,
     group_size: int | None = QuantizeConfig.group_size,
     symmetric: bool | None = QuantizeConfig.symmetric,
@@ -479,7 +480,7 @@ def _plain(name: str, value: Any) -> Any:
         return _amount(name, value)
     if name in ("data", "eval_data") and value is not None:
         return _text(value)
-    if name in ("widths", "types", "tasks"):
+    if name in ("widths", "formats", "types", "tasks"):
         return _joined(value)
     if name in ("lock", "skip", "tie"):
         return [value] if isinstance(value, str) else list(value)

@@ -3,7 +3,10 @@
 import pytest
 
 from rco.compression.plan import make_plan
+from rco.formats import parse
+from rco.formats.original import ORIGINAL
 from rco.models.layout import layout_for
+from rco.models.moe.linears import model_linears
 from rco.testing.tiny_models import tiny_model
 
 
@@ -112,3 +115,62 @@ def test_linears_that_cannot_be_packed_are_locked():
     plan = make_plan(layout, linears, widths=(2, 4), unpackable=layout.unpackable(model))
     widths = {group.name.rpartition(".")[2]: group.widths for group in plan.groups}
     assert widths == {"in_proj": (2, 4), "x_proj": (2, 4), "dt_proj": (16,), "out_proj": (16,)}
+
+
+def named(*names):
+    return [parse(name) for name in names]
+
+
+def test_formats_stand_beside_widths_or_alone(llama):
+    layout, linears = llama
+    alone = make_plan(layout, linears, formats=named("nvfp4-a4", "fp8-dynamic", "original"))
+    assert alone.labels == ("nvfp4-a4", "fp8-dynamic", "16")
+    mixed = make_plan(layout, linears, formats=named("nvfp4"), widths=(3, 4), group_size=None)
+    assert mixed.labels == ("3", "int4-channel", "nvfp4")
+    locked = make_plan(
+        layout,
+        linears,
+        formats=named("nvfp4", "fp8"),
+        locks=["q_proj=fp8", "down_proj=16", "up_proj=original"],
+    )
+    assert {group.options[0].name for group in locked.groups if "q_proj" in group.name} == {"fp8"}
+    assert {group.options for group in locked.groups if "down_proj" in group.name} == {(ORIGINAL,)}
+    with pytest.raises(ValueError, match="one of 16, nvfp4, fp8, original"):
+        make_plan(layout, linears, formats=named("nvfp4", "fp8"), locks=["q_proj=mxfp4"])
+    with pytest.raises(ValueError, match="at least two options"):
+        make_plan(layout, linears, formats=named("original"))
+
+
+def test_a_format_is_an_option_only_where_its_groups_divide_the_rows():
+    layout, linears = laid_out(tiny_model("llama", intermediate_size=40))  # groups of 16 do not divide 40
+    plan = make_plan(layout, linears, formats=named("nvfp4", "fp8", "original"))
+    assert {len(group.options) for group in plan.groups if "down_proj" in group.name} == {2}
+    assert {len(group.options) for group in plan.groups if "down_proj" not in group.name} == {3}
+    with pytest.raises(ValueError, match=r"down_proj can be stored in none of nvfp4.*groups of 16 columns"):
+        make_plan(layout, linears, formats=named("nvfp4", "original"))
+
+
+def test_engines_refuse_formats_that_they_cannot_run(llama):
+    layout, linears = llama
+    served = make_plan(layout, linears, serve="vllm", formats=named("nvfp4-a4", "fp8-dynamic", "original"))
+    assert {len(group.members) for group in served.groups} == {1, 2, 3}
+    for engine, name in [("vllm", "mxfp4"), ("vllm", "mxfp8"), ("vllm-marlin", "nvfp4-a4")]:
+        with pytest.raises(ValueError, match=f"not {name}"):
+            make_plan(layout, linears, serve=engine, formats=named(name, "original"))
+    # A block of 128 rows would lie in two of the matrices that are merged.
+    blocks = make_plan(layout, linears, serve="vllm", formats=named("fp8-block", "nvfp4", "original"))
+    assert {len(group.options) for group in blocks.groups if len(group.members) > 1} == {2}
+
+
+def test_experts_take_formats_that_leave_inputs_alone():
+    model = tiny_model("qwen3_moe")
+    layout = layout_for(model)
+    linears = model_linears(layout, model, include_head=True)
+    plan = make_plan(layout, linears, serve="vllm", formats=named("nvfp4", "fp8-dynamic", "original"))
+    experts = [group for group in plan.groups if "experts" in group.name]
+    assert experts
+    assert {group.options for group in experts} == {tuple(named("nvfp4", "original"))}
+    with pytest.raises(ValueError, match="rounds inputs"):
+        make_plan(layout, linears, serve="vllm", formats=named("fp8-dynamic", "original"))
+    with pytest.raises(ValueError, match="vllm does not load experts in fp8"):
+        make_plan(layout, linears, serve="vllm", formats=named("fp8", "original"))

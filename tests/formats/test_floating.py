@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rco import formats
+from rco.formats import floating
 from rco.formats.base import EncodeSettings
 from rco.formats.floating import FloatingPoint
 from rco.testing import check_format
@@ -69,14 +70,15 @@ def representable(name):
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_the_contract(name):
+    columns = 128 if name == "fp8-block-dynamic" else 96
     check_format(
-        formats.parse(name), shapes=[(5, 96)], engine=theirs(name), representable=representable(name)
+        formats.parse(name), shapes=[(5, columns)], engine=theirs(name), representable=representable(name)
     )
 
 
-@pytest.mark.parametrize("name", [name for name in THEIRS if FloatingPoint(name).kind.scaling == "block"])
-def test_blocks_that_end_within_a_matrix(name):
-    shape = (150, 200)
+@pytest.mark.parametrize(("name", "columns"), [("fp8-block", 200), ("fp8-block-dynamic", 256)])
+def test_blocks_that_end_within_a_matrix(name, columns):
+    shape = (150, columns)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     stored = FloatingPoint(name).encode(weight, settings=EncodeSettings(storage_dtype=torch.bfloat16))
     files = FloatingPoint(name).file_tensors(stored)
@@ -90,7 +92,9 @@ def test_many_matrices_are_decoded_as_compressed_tensors_decodes_them(name):
     generator, format, decode = torch.Generator().manual_seed(7), FloatingPoint(name), theirs(name)
     for case in range(200):
         rows = int(torch.randint(1, 9, (), generator=generator))
-        columns = 32 * int(torch.randint(1, 5, (), generator=generator))
+        columns = (128 if name == "fp8-block-dynamic" else 32) * int(
+            torch.randint(1, 5, (), generator=generator)
+        )
         weight = torch.randn(rows, columns, generator=generator) * 10.0 ** (case % 7 - 4)
         weight[torch.rand(weight.shape, generator=generator) < 0.2] = 0
         weight[torch.rand(weight.shape, generator=generator) < 0.05] *= 1e-38
@@ -109,17 +113,17 @@ def test_many_matrices_are_decoded_as_compressed_tensors_decodes_them(name):
 @pytest.mark.parametrize("name", THEIRS)
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_numbers_that_are_not_finite_are_refused(name, bad):
-    weight = torch.ones(4, 32)
+    weight = torch.ones(4, 128)
     weight[1, 2] = bad
     with pytest.raises(ValueError, match=r"NaN|infinite|finite"):
         FloatingPoint(name).encode(weight)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "fp8-block-dynamic"])
 def test_rows_that_do_not_divide_into_groups_are_refused(name):
     format = FloatingPoint(name)
     assert not format.fits(40)
-    assert format.fits(64)
+    assert format.fits(128)
     with pytest.raises(ValueError, match="rows of 40 do not divide"):
         format.encode(torch.ones(4, 40))
 
@@ -146,6 +150,40 @@ def test_inputs_are_rounded_as_compressed_tensors_rounds_them(name, dtype):
         found = format.input_rule(stored)(x)
         assert found.dtype == dtype
         assert torch.equal(found, wanted.to(dtype))
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-block", "int8-dynamic", "nvfp4", "mxfp4"])
+def test_compiled_loops_do_what_the_loops_over_columns_do(name):
+    """Against GPTQ and coordinate descent written out with the nearest element of each column."""
+    generator = torch.Generator().manual_seed(4)
+    inputs = torch.randn(400, 160, generator=generator, dtype=torch.float64) @ torch.randn(
+        160, 160, generator=generator, dtype=torch.float64
+    )
+    hessian = inputs.T @ inputs / len(inputs) + torch.eye(160)
+    root = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    weight = torch.randn(7, 160, generator=generator, dtype=torch.float64)
+    settings = EncodeSettings(storage_dtype=torch.float32)
+    start = FloatingPoint(name)._rounded(weight, None, settings, torch.float32)
+    found = floating._compensated(start, weight, root, hessian, sweeps=1)
+
+    levels, scales = (
+        floating._levels(start.format.kind.element, weight.device).double(),
+        start.wide_scales(torch.float64),
+    )
+    current, decoded = weight.clone(), torch.empty_like(weight)
+
+    def nearest(target, column):
+        codes = floating._nearest(target / scales[:, column], start.format.kind.element)
+        return levels[codes.int()] * scales[:, column]
+
+    for column in range(160):
+        decoded[:, column] = nearest(current[:, column], column)
+        error = (current[:, column] - decoded[:, column]) / root[column, column]
+        current[:, column + 1 :] -= error[:, None] * root[column, column + 1 :]
+    for column in range(160):
+        slope = (weight - decoded) @ hessian[:, column]
+        decoded[:, column] = nearest(decoded[:, column] + slope / hessian[column, column], column)
+    torch.testing.assert_close(levels[found.codes().int()] * scales, decoded, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4", "mxfp4"])

@@ -23,11 +23,11 @@ def _first_line(target: str) -> str:
 
 def ls(
     kind: Annotated[
-        str, typer.Argument(help="Kind of names: methods, formats, models, architectures or data.")
+        str, typer.Argument(help="Kind of names: methods, formats, storage, models, architectures or data.")
     ] = "methods",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List names for other commands: methods, formats, models, architectures, data.
+    """List names for other commands: methods, formats of checkpoints and of stored weights, models, data.
 
     rco ls methods
 
@@ -36,6 +36,7 @@ def ls(
     listings = {
         "methods": lambda: {name: _first_line(target) for name, target in registry.METHODS.items()},
         "formats": lambda: {name: _first_line(target) for name, target in registry.EXPORTERS.items()},
+        "storage": _storage,
         "models": _models,
         "architectures": _architectures,
         "data": _data,
@@ -49,6 +50,12 @@ def ls(
     width = max((len(name) for name in rows), default=0)
     for name, text in rows.items():
         typer.echo(f"{name:<{width}}  {text}")
+
+
+def _storage() -> dict[str, str]:
+    from rco.formats.floating import FloatingPoint
+
+    return {name: FloatingPoint(name).summary for name in FloatingPoint.names()}
 
 
 def _models() -> dict[str, str]:

@@ -37,10 +37,14 @@ quantize = command_from_config(QuantizeConfig, _quantize)
 
 
 def _describe(planned: Planned) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    from rco.formats.floating import FloatingPoint
+    from rco.formats.integer import IntegerGrid
+
     plan, problem, budget = planned.compression.plan, planned.problem, planned.budget
     low, high = planned.compression.budget_range(budget.kind)
-    types = plan.block_types
-    grid = None if types else "symmetric" if plan.symmetric else "asymmetric"
+    types = plan.block_types or [option.name for option in plan.options if isinstance(option, FloatingPoint)]
+    integers = not plan.block_types and any(isinstance(option, IntegerGrid) for option in plan.options)
+    grid = None if not integers else "symmetric" if plan.symmetric else "asymmetric"
     data = {
         "groups": problem.num_groups,
         "linears": len(plan.linears),
@@ -48,13 +52,16 @@ def _describe(planned: Planned) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         "unverified": {each.name: each.reason for each in plan.unread},
         "widths": list(plan.widths),
         "grid": grid,
-        "group_size": None if types else plan.group_size,
+        "group_size": plan.group_size if integers else None,
         "types": types,
         "range": [low, high],
         "effective_units": problem.unit_budgets[0],
     }
     scales = f"groups of {plan.group_size}" if plan.group_size else "one scale per row"
-    stored = f"as {', '.join(types)}" if types else f"{grid}, {scales}"
+    parts = [f"as {', '.join(types)}"] if types else []
+    stored = "; ".join(
+        [*parts, *([f"{grid} grids, {scales}" if types else f"{grid}, {scales}"] if integers else [])]
+    )
     widths = ", ".join(map(str, dict.fromkeys(plan.widths)))
     fixed = planned.compression.costs(budget.kind).fixed
     searched = f"bytes for these, {fixed:,} for everything else" if fixed else "units for the search"

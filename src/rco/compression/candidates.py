@@ -207,6 +207,7 @@ def build_candidates(
                 hessians = _block_hessians(loaded, inputs, linears, experts, HessianAccumulator)
         candidates: dict[str, dict[str, Stored]] = {}
         statistics: dict[str, dict[str, dict[str, Any]]] = {}
+        weight_peaks = _merged_peaks(loaded, linears)
         for info in linears:
             accumulator, grids = hessians.get(info.name), _grids(plan, info)
             # A linear whose weight is read without calling it, or that no token reaches, is rounded to nearest.
@@ -214,11 +215,14 @@ def build_candidates(
             if importances is not None:
                 rows = tensor_importances(plan, importances, info)
                 inputs_of = None if rows is None else rows[0]
+            peaks = {"weight_peak": weight_peaks[info.name]}
+            if accumulator is not None and accumulator.tokens:
+                peaks["input_peak"] = accumulator.peak
             packed, errors, relative = quantize_matrix(
                 info.weight.detach().float(),
                 inputs_of,
                 list(grids.values()),
-                settings.arguments(),
+                {**settings.arguments(), **peaks},
                 storage_dtype,
             )
             candidates[info.name] = dict(zip(grids, packed, strict=True))
@@ -305,6 +309,14 @@ def _shared_inputs(loaded: LoadedModel, group: Sequence[LinearInfo]) -> dict[str
         for name in names:
             source[name] = path_of[names[0]]
     return source
+
+
+def _merged_peaks(loaded: LoadedModel, linears: Sequence[LinearInfo]) -> dict[str, float]:
+    """Largest weight of every linear, and of all that engines merge with it."""
+    peaks = {info.name: float(info.weight.detach().abs().max()) for info in linears}
+    for names in loaded.layout.fused_sets(linears):
+        peaks |= dict.fromkeys(names, max(peaks[name] for name in names))
+    return peaks
 
 
 def _outer_hessians(

@@ -17,6 +17,7 @@ from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.expert_removal import prune_experts
 from rco.models.moe.linears import ExpertLinear, model_linears, sparse_layers
+from rco.models.rounded_inputs import round_inputs
 
 __all__ = ["chosen_weights", "decode_into", "deploy", "written_names"]
 
@@ -75,6 +76,7 @@ def deploy(
 def decode_into(loaded: LoadedModel, weights: Mapping[str, Stored]) -> None:
     """Replace a model's weights by decoded packed ones, bit for bit as the checkpoint loads.
 
+    Linears whose format rounds inputs do so from then on.
     All are decoded before the first is replaced, so that a failure leaves the model unchanged.
 
     Args:
@@ -83,6 +85,7 @@ def decode_into(loaded: LoadedModel, weights: Mapping[str, Stored]) -> None:
     """
     for parameter, values in list(_decoded(loaded, weights)):
         parameter.data = values
+    round_inputs(loaded.model, weights)
 
 
 def _decoded(loaded: LoadedModel, weights: Mapping[str, Stored]) -> Iterator[tuple[nn.Parameter, Tensor]]:

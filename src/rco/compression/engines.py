@@ -8,6 +8,7 @@ from typing import Literal
 
 from rco.compression.llama_quantize import GGUF_WIDTHS
 from rco.formats.base import Format
+from rco.formats.floating import FloatingPoint
 from rco.formats.integer import IntegerGrid
 
 __all__ = ["ENGINES", "Engine", "ExpertGroups", "find_engine"]
@@ -17,6 +18,13 @@ ExpertGroups = Literal["expert", "projection", "layer", "layer-projection", "mod
 projection of all experts of a layer; all experts."""
 
 _PACKED = frozenset(range(1, 9))  # widths of the format
+_FLOATING = frozenset(FloatingPoint.names())
+# vLLM has one scheme for MXFP4 and one for MXFP8, which round inputs on GPUs that can: weights alone are no option.
+_VLLM_FLOATING = _FLOATING - {"mxfp4", "mxfp8"}
+# Its fused experts have no scheme for E4M3 weights with unrounded inputs.
+_VLLM_FLOATING_EXPERTS = _VLLM_FLOATING - {"fp8", "fp8-block"}
+# Marlin kernels never round inputs.
+_MARLIN_FLOATING = frozenset({"fp8", "fp8-block", "nvfp4", "mxfp4"})
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,8 @@ class Engine:
         fused: Whether some linears are merged into one matrix, which then needs one scheme.
         experts: The finest supported grouping of experts.
         asymmetric_experts: Whether experts may have zero points.
+        floating: Supported floating-point formats by name (:mod:`rco.formats.floating`).
+        floating_experts: Those of them that experts may have.
         gguf: Whether the engine reads GGUF files, whose types have their own grids: only widths are chosen.
         method: Rounding method of candidates that is closest to the engine's weights.
         format: Default export format.
@@ -45,6 +55,8 @@ class Engine:
     fused: bool = False
     experts: ExpertGroups = "expert"
     asymmetric_experts: bool = True
+    floating: frozenset[str] = frozenset()
+    floating_experts: frozenset[str] = frozenset()
     gguf: bool = False
     method: Literal["gptq", "rtn", "imatrix"] = "gptq"
     format: str = "compressed-tensors"
@@ -56,6 +68,9 @@ class Engine:
 
     def refusal(self, scheme: Format) -> str | None:
         """Reason why a scheme is unsupported; None if it is supported."""
+        if isinstance(scheme, FloatingPoint) and scheme.name not in self.floating:
+            known = ", ".join(sorted(self.floating)) or "of integer grids alone"
+            return f"{self.name} takes the formats {known}, not {scheme.name}"
         if not isinstance(scheme, IntegerGrid):
             return None
         widths = self.symmetric_bits if scheme.symmetric else self.asymmetric_bits
@@ -76,12 +91,18 @@ def _listed(values: Iterable[int | None]) -> str:
 ENGINES: dict[str, Engine] = {
     engine.name: engine
     for engine in (
-        Engine("any", "no restrictions: all widths that can be packed"),
+        Engine(
+            "any",
+            "no restrictions: all widths that can be packed",
+            floating=_FLOATING,
+            floating_experts=_FLOATING,
+        ),
         Engine(
             "transformers",
             "unpacked at load, any width; all experts share a scheme, without zero points",
             experts="model",
             asymmetric_experts=False,
+            floating=_FLOATING,
         ),
         Engine(
             "vllm",
@@ -92,6 +113,8 @@ ENGINES: dict[str, Engine] = {
             fused=True,
             experts="layer",
             asymmetric_experts=False,
+            floating=_VLLM_FLOATING,
+            floating_experts=_VLLM_FLOATING_EXPERTS,
         ),
         Engine(
             "vllm-marlin",
@@ -102,6 +125,8 @@ ENGINES: dict[str, Engine] = {
             fused=True,
             experts="layer",
             asymmetric_experts=False,
+            floating=_MARLIN_FLOATING,
+            floating_experts=_MARLIN_FLOATING - {"fp8", "fp8-block"},
         ),
         Engine(
             "llamacpp",

@@ -17,6 +17,7 @@ from rco.compression.engines import Engine, ExpertGroups, find_engine
 from rco.compression.gguf_target import GGUFTarget
 from rco.compression.llama_quantize import GGUF_WIDTHS, GGUFFile
 from rco.formats.base import Format
+from rco.formats.floating import FloatingPoint
 from rco.formats.ggml.block_types import GGMLFormat
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
@@ -101,15 +102,16 @@ class CompressionPlan:
 
     def fits(self, info: LinearInfo, option: Format) -> bool:
         """Whether a linear has a candidate for an option."""
-        return self.target is None or self.target.fits(info, option)
+        return _divides(info, option) if self.target is None else self.target.fits(info, option)
 
     def label(self, option: Format) -> str:
-        """Name of an option within the plan: its bits if unique, else the format's name."""
+        """Name of an option within the plan: bits of an integer grid if unique, else the format's name."""
         if self.removes_only:
             return "prune" if option == REMOVED else "keep"
         if self.target is not None:
             return option.name
-        return str(option.bits) if self.widths.count(option.bits) == 1 else option.name
+        plain = not isinstance(option, FloatingPoint) and self.widths.count(option.bits) == 1
+        return str(option.bits) if plain else option.name
 
     @property
     def allowed(self) -> np.ndarray:
@@ -238,13 +240,15 @@ def make_plan(
     Args:
         layout: The model's layout.
         linears: All linears, the output layer last; it is included only with ``embeddings``, or if a lock names it.
-        widths: Widths to choose from; 16 keeps a linear unquantized. None: all that the engine supports.
-        formats: Further formats to choose from; for ``serve="any"``.
+        widths: Widths to choose from; 16 keeps a linear unquantized. None: all that the engine supports, none if
+            there are ``formats``.
+        formats: Further formats to choose from. Linears whose rows do not divide into a format's groups do not get
+            it as an option.
         group_size: Columns that share a scale; None for one scale per row.
         symmetric: Grid without zero points; None: as the engine needs, else asymmetric.
         serve: Name of an engine, whose rules become constraints.
-        locks: ``regex=width``: linears whose name matches, or whose role is named, get that width. A lock at 16
-            is possible even if 16 is not among the widths.
+        locks: ``regex=width`` or ``regex=format``: linears whose name matches, or whose role is named, get it. A
+            lock at 16 (``original``) is possible even if it is not among the options.
         skips: Regexes or roles: matching linears are unquantized and outside the budget.
         ties: Comma-separated kinds, e.g. ``q_proj,k_proj,v_proj``, that share a width within a block.
         experts: Matrices of experts that share a width; None: those of one expert, or as the engine needs.
@@ -265,17 +269,18 @@ def make_plan(
             f"{layout.model_type}: use `serve='any'` or `serve='transformers'`, or add the architecture to "
             "rco.models.layout.FUSED."
         )
-    if formats and engine.name != "any":
-        raise ValueError(f"`serve='{serve}'` does not load the formats {', '.join(f.name for f in formats)}.")
-    widths = tuple(sorted(set(engine.widths if widths is None else widths)))
+    if widths is None:
+        widths = () if formats else engine.widths
+    widths = tuple(sorted(set(widths)))
     sparse = any(info.role == EXPERT_ROLE for info in linears)
     experts = _expert_groups(engine, experts, sparse=sparse, allow_prune=allow_prune)
-    values = {str(width): width for width in (*widths, ORIGINAL.bits)}
+    values: dict[str, int | Format] = {str(width): width for width in (*widths, ORIGINAL.bits)}
+    values |= {each.name: each for each in (*formats, ORIGINAL)}
     locked = _parse_locks(locks, values, lambda pattern: _matching(pattern, "lock", linears))
     if engine.format == "compressed-tensors":
         for info in linears:
             if info.path in unpackable and info.block is not None:
-                locked.setdefault(info.name, ORIGINAL.bits)
+                locked.setdefault(info.name, ORIGINAL)
     skipped_names = {info.name for pattern in skips for info in _matching(pattern, "skip", linears)}
     # An engine's rules for packed experts bind only those that will be packed.
     packed_experts = [
@@ -283,18 +288,21 @@ def make_plan(
         for info in linears
         if info.role == EXPERT_ROLE
         and info.name not in skipped_names
-        and locked.get(info.name) != ORIGINAL.bits
+        and locked.get(info.name) not in (ORIGINAL, ORIGINAL.bits)
     ]
     symmetric = _grid(engine, widths, symmetric, sparse=bool(packed_experts))
     _check_widths(engine, widths, symmetric, group_size, formats)
 
-    def option(width: int) -> Format:
-        if width in (ORIGINAL.bits, REMOVED.bits):
-            return ORIGINAL if width == ORIGINAL.bits else REMOVED
-        return IntegerGrid(width, group_size, symmetric)
+    def option(asked: int | Format) -> Format:
+        if isinstance(asked, Format):
+            return asked
+        if asked in (ORIGINAL.bits, REMOVED.bits):
+            return ORIGINAL if asked == ORIGINAL.bits else REMOVED
+        return IntegerGrid(asked, group_size, symmetric)
 
     offered = {*map(option, widths), *formats}
-    _check_expert_rows(engine, packed_experts, group_size)
+    if set(widths) - {ORIGINAL.bits}:
+        _check_expert_rows(engine, packed_experts, group_size)
 
     chosen: list[LinearInfo] = []
     skipped: list[str] = []
@@ -328,15 +336,16 @@ def make_plan(
     clusters = _clusters_of(layout, chosen, ties, fused=engine.fused, experts=experts)
     groups = []
     for members in clusters:
-        allowed = {locked[m.name] for m in members if m.name in locked}
+        allowed = {option(locked[m.name]) for m in members if m.name in locked}
         if len(allowed) > 1:
+            asked = ", ".join(sorted(each.name for each in allowed))
             raise ValueError(
-                f"{', '.join(m.name for m in members)} share one width, but are locked to {sorted(allowed)}; "
+                f"{', '.join(m.name for m in members)} share one width, but are locked to {asked}; "
                 "lock them alike or drop the tie."
             )
         prunable = allow_prune and all(isinstance(member, ExpertLinear) for member in members)
         open_to = {REMOVED, *offered} if prunable else offered
-        fitting = _fitting(members, _ordered(set(map(option, allowed)) or open_to), gguf)
+        fitting = _fitting(members, _ordered(allowed or open_to), gguf, engine)
         if engine.experts in ("layer", "model") and fitting != (ORIGINAL,):
             _check_separable(engine, members)
         groups.append(Group(_cluster_name(members), tuple(members), fitting))
@@ -454,12 +463,35 @@ def make_removal_plan(linears: Sequence[LinearInfo], locks: Sequence[str] = ()) 
     )
 
 
+def _divides(info: LinearInfo, option: Format) -> bool:
+    """Whether the rows and columns of a linear divide into the groups and blocks of a format."""
+    if not option.fits(info.in_features):
+        return False
+    # The experts of a layer are stacked, and a block of rows must not reach into the next one.
+    if isinstance(info, ExpertLinear) and isinstance(option, FloatingPoint):
+        return info.out_features % option.rows_per_scale == 0
+    return True
+
+
 def _fitting(
-    members: Sequence[LinearInfo], options: tuple[Format, ...], gguf: GGUFFile | None
+    members: Sequence[LinearInfo], options: tuple[Format, ...], gguf: GGUFFile | None, engine: Engine
 ) -> tuple[Format, ...]:
-    """The options that have a GGUF type for every member."""
+    """The options that every member can take: those of a format whose groups divide it, or of a GGUF type."""
     if gguf is None:
-        return options
+        found = tuple(
+            o for o in options if all(_takes(engine, member, o, len(members)) for member in members)
+        )
+        if found and (found != (ORIGINAL,) or options == (ORIGINAL,)):
+            return found
+        refused = next(o for o in options if o not in found)
+        names, reason = (
+            ", ".join(o.name for o in options if o != ORIGINAL),
+            _obstacle(engine, members, refused),
+        )
+        raise ValueError(
+            f"{_cluster_name(members)} can be stored in none of {names}: {reason}. Add a format or `widths` that "
+            f"it can take, or keep it unquantized (`lock='{members[0].name}=16'`)."
+        )
     found = tuple(o for o in options if all(gguf.type_of(member, o.bits) is not None for member in members))
     if not found:
         info = members[0]
@@ -469,6 +501,30 @@ def _fitting(
             f"{', '.join(str(o.bits) for o in options)}. Change `widths` (16 keeps it unquantized), or `skip` it."
         )
     return found
+
+
+def _takes(engine: Engine, info: LinearInfo, option: Format, merged: int) -> bool:
+    if not isinstance(option, FloatingPoint):
+        return True
+    if isinstance(info, ExpertLinear):
+        if option.rounds_inputs or option.name not in engine.floating_experts:
+            return False
+    elif engine.fused and merged > 1 and info.out_features % option.rows_per_scale:
+        return False  # a block of rows would lie in two of the merged matrices
+    return _divides(info, option)
+
+
+def _obstacle(engine: Engine, members: Sequence[LinearInfo], option: Format) -> str:
+    """Reason why a group cannot take a floating-point format."""
+    assert isinstance(option, FloatingPoint)
+    info = members[0]
+    if not isinstance(info, ExpertLinear) or option.name in engine.floating_experts:
+        if isinstance(info, ExpertLinear) and option.rounds_inputs:
+            return f"{option.name} rounds inputs, which experts do not in a search"
+        size, rows = option.group_size(info.in_features), option.rows_per_scale
+        blocks = f", or blocks of {rows} rows," if rows > 1 else ""
+        return f"{option.name} has groups of {size} columns{blocks} that do not divide it"
+    return f"{engine.name} does not load experts in {option.name}"
 
 
 def _check_expert_rows(engine: Engine, experts: Sequence[LinearInfo], group_size: int | None) -> None:
@@ -548,8 +604,17 @@ def _check_widths(
     formats: Sequence[Format],
 ) -> None:
     packed = [w for w in widths if w != ORIGINAL.bits]
-    if not (packed or formats) or len(widths) + len(formats) < 2:
-        raise ValueError(f"`widths` needs at least two widths, one of them below 16, got {list(widths)}.")
+    named = [each for each in formats if each != ORIGINAL]
+    kept = ORIGINAL in formats or ORIGINAL.bits in widths
+    if not (packed or named) or len(packed) + len(named) + kept < 2:
+        got = [*map(str, widths), *(each.name for each in formats)]
+        raise ValueError(
+            f"`widths` and `formats` need at least two options, one of them below 16 bits, got {', '.join(got)}."
+        )
+    for each in named:
+        reason = engine.refusal(each)
+        if reason is not None:
+            raise ValueError(f"{reason}; change `formats` or `serve`.")
     for width in packed:
         if not 2 <= width <= 8:
             raise ValueError(f"A width is 2 to 8 bits, or 16 to keep a linear unquantized; got {width}.")

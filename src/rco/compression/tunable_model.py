@@ -23,6 +23,7 @@ from rco.models.loading import LoadedModel
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import ExpertLinear, expert_matrices, model_linears, stacked_parameters
 from rco.models.moe.trained_experts import trained_experts
+from rco.models.rounded_inputs import rounded_inputs
 from rco.models.switchable_model import frozen
 
 __all__ = ["MakeTunable", "TunableModel", "TunableWeight", "format_tunable", "tunable_model"]
@@ -247,7 +248,7 @@ def tunable_model(
 ) -> Iterator[TunableModel]:
     """Replace a model's weights by trainable quantized ones; leaving restores it.
 
-    On a GPU the original weights are in host memory meanwhile.
+    Inputs are rounded where the format of a weight does. On a GPU the original weights are in host memory.
 
     Args:
         loaded: The model without pruned experts, in the type to compute in.
@@ -260,7 +261,8 @@ def tunable_model(
     handles: list[RemovableHandle] = []
     held: dict[int, tuple[nn.Parameter, Tensor]] = {}
     sparse = {id(layer): layer for layer in (weight.layer for weight in places) if layer is not None}
-    with frozen(loaded.model), trained_experts(sparse.values()):
+    rounding = rounded_inputs(loaded.model, weights)
+    with frozen(loaded.model), trained_experts(sparse.values()), rounding:
         try:
             for weight in places:
                 parameter = weight.parameter

@@ -18,7 +18,19 @@ from rco.evaluation.statistics import EvaluationError
 
 __all__ = ["average_bits", "checkpoint_size", "read_headers"]
 
-_WIDTHS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8}
+_WIDTHS = {
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "I64": 64,
+    "I32": 32,
+    "I16": 16,
+    "I8": 8,
+    "U8": 8,
+    "F8_E4M3": 8,
+}
+_SCALES = ("weight_scale", "weight_zero_point", "weight_global_scale", "input_global_scale")
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,7 @@ def average_bits(
         EvaluationError: A linear is missing, or its tensors contradict each other.
     """
     entries = read_headers(folder)
-    packed = [name.removesuffix(".weight_packed") for name in entries if name.endswith(".weight_packed")]
+    packed = [name.removesuffix(".weight_scale") for name in entries if name.endswith(".weight_scale")]
     names = sorted(packed if linears is None else linears)
     declared = _declared_widths(Path(folder).expanduser())
     parts = {name: part for name, part in (stacked or {}).items() if part[0] in entries}
@@ -156,10 +168,16 @@ def _plain(count: int, entry: _Entry) -> dict[str, int]:
 
 def _one(name: str, entries: dict[str, _Entry], declared: int | None) -> dict[str, int]:
     dense = entries.get(f"{name}.weight")
-    if dense is not None:
-        return _plain(math.prod(dense.shape), dense)
+    scales = 8 * sum(entries[part].nbytes for each in _SCALES if (part := f"{name}.{each}") in entries)
+    if dense is not None:  # elements of 8 bits have scales
+        found = _plain(math.prod(dense.shape), dense)
+        return {**found, "stored_bits": found["stored_bits"] + scales}
     codes, shape = entries.get(f"{name}.weight_packed"), entries.get(f"{name}.weight_shape")
     scale = entries.get(f"{name}.weight_scale")
+    if codes is not None and codes.dtype == "U8" and scale is not None:  # two elements of 4 bits in a byte
+        count = 2 * math.prod(codes.shape)
+        stored = 8 * codes.nbytes
+        return {"bits": 4, "parameters": count, "weight_bits": stored, "stored_bits": stored + scales}
     if codes is None or shape is None or scale is None:
         raise EvaluationError(
             f"The checkpoint has no weight of {name}, neither plain nor packed and complete."
@@ -176,10 +194,8 @@ def _one(name: str, entries: dict[str, _Entry], declared: int | None) -> dict[st
             "not determine one width."
         )
     width = fitting[0]
-    zero = entries.get(f"{name}.weight_zero_point")
-    stored = codes.nbytes + scale.nbytes + (zero.nbytes if zero is not None else 0)
-    count = rows * columns
-    return {"bits": width, "parameters": count, "weight_bits": count * width, "stored_bits": 8 * stored}
+    count, stored = rows * columns, 8 * codes.nbytes + scales
+    return {"bits": width, "parameters": count, "weight_bits": count * width, "stored_bits": stored}
 
 
 def _read_shape(entry: _Entry) -> tuple[int, int]:

@@ -19,8 +19,10 @@ from rco.export.engine_checks import validate_for_engine
 from rco.export.expert_code import experts_per_layer, separate_experts_fields, write_expert_code
 from rco.export.expert_targets import expert_pattern, name_experts, one_scheme, written_schemes
 from rco.export.exporter import ExportError, ExportRequest, ExportSummary, atomic_folder, write_companions
+from rco.export.schemes import check_type, scheme_config
 from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoint
 from rco.formats.base import Format, Stored
+from rco.formats.floating import FloatingPoint
 from rco.formats.integer import IntegerGrid
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
@@ -29,7 +31,7 @@ from rco.models.moe.linears import ExpertLinear, model_linears
 
 __all__ = ["CompressedTensorsExporter", "check_exportable", "quantization_config"]
 
-FORMAT = "pack-quantized"
+_MIXED = "mixed-precision"  # groups of several layouts
 _LAYOUT_VERSION = "0.20.0"  # of compressed-tensors, with dense packing for every width
 
 
@@ -54,10 +56,11 @@ class CompressedTensorsExporter:
         tensors = allocation_tensors(loaded.model, linears, schemes)
 
         def fetch(stored: str) -> Tensor:
-            linear, _, suffix = stored.rpartition(".weight_")
-            if suffix and linear in by_stored and by_stored[linear].name in weights:
-                packed = weights[by_stored[linear].name]
-                return packed.format.file_tensors(packed)[f"weight_{suffix}"]
+            linear, _, part = stored.rpartition(".")
+            packed = weights.get(by_stored[linear].name) if linear in by_stored else None
+            parts = {} if packed is None else packed.format.file_tensors(packed)
+            if part in parts:
+                return parts[part]
             if stored in state:
                 return _in_memory(*state[stored], loaded)
             # One of several that are stacked in the model.
@@ -121,13 +124,16 @@ def check_exportable(linears: Iterable[LinearInfo], schemes: Mapping[str, Format
             raise ExportError(f"The model has no linear {name!r} to give a packed weight to.")
         for scheme in [options] if isinstance(options, Format) else options:
             written = scheme.on(info.in_features)
-            if not isinstance(written, IntegerGrid):
+            if not isinstance(written, IntegerGrid | FloatingPoint):
                 continue
             if info.transposed:
                 raise ExportError(
                     f"{name} is a {type(info.module).__name__}, and compressed-tensors packs nn.Linear only; "
                     "export this model with the format 'dense'."
                 )
+            check_type(written, info.weight.dtype)
+            if not isinstance(written, IntegerGrid):
+                continue
             zeros_in_one_word = written.bits == 4 and info.out_features <= 8 and not written.symmetric
             if zeros_in_one_word and written.group_size is not None:
                 raise ExportError(
@@ -179,21 +185,23 @@ def quantization_config(
 
     With ``patterns``, experts that share a scheme are named together.
     """
-    groups: dict[IntegerGrid, list[str]] = {}
+    groups: dict[Format, list[str]] = {}
     linears = _linears(loaded, schemes)
     written = written_schemes(linears, schemes)
     for name, scheme in written.items():
-        if isinstance(scheme, IntegerGrid):
+        if isinstance(scheme, IntegerGrid | FloatingPoint):
             groups.setdefault(scheme, []).append(name)
     if not groups:
         return None
     # Widest first. Without the code in the checkpoint, transformers unpacks all experts by the first scheme that
     # names any: too wide a scheme is an error of shapes, too narrow a scheme would load noise.
-    ordered = sorted(groups, key=lambda scheme: (-scheme.bits, scheme.symmetric, scheme.group_size or 0))
+    ordered = sorted(groups, key=lambda scheme: (-scheme.bits, scheme.name))
+    described = {scheme: scheme_config(scheme) for scheme in ordered}
+    used = {each["format"] for each in described.values()}
     return {
         "quant_method": "compressed-tensors",
         "version": _LAYOUT_VERSION,
-        "format": FORMAT,
+        "format": used.pop() if len(used) == 1 else _MIXED,
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
@@ -201,17 +209,7 @@ def quantization_config(
         "config_groups": {
             f"group_{index}": {
                 "targets": name_experts(groups[scheme], linears, written) if patterns else groups[scheme],
-                "weights": {
-                    "num_bits": scheme.bits,
-                    "type": "int",
-                    "symmetric": scheme.symmetric,
-                    "strategy": "channel" if scheme.group_size is None else "group",
-                    "group_size": scheme.group_size,
-                    "dynamic": False,
-                },
-                "input_activations": None,
-                "output_activations": None,
-                "format": FORMAT,
+                **described[scheme],
             }
             for index, scheme in enumerate(ordered)
         },

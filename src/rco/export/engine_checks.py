@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rco.compression.engines import find_engine
+from rco.export.schemes import scheme_of
 from rco.formats.base import Format
-from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
 from rco.models.layout import FUSED
 
@@ -36,7 +36,12 @@ def validate_for_engine(
     if quantization is None:
         return []
     violations = _format_violations(quantization)
-    groups = [(key, group["targets"], _scheme(group)) for key, group in quantization["config_groups"].items()]
+    known = {key: scheme_of(group) for key, group in quantization["config_groups"].items()}
+    groups = [
+        (key, quantization["config_groups"][key]["targets"], scheme)
+        for key, scheme in known.items()
+        if scheme is not None
+    ]
     for key, _, scheme in groups:
         reason = rules.refusal(scheme)
         if reason:
@@ -65,22 +70,16 @@ def _format_violations(quantization: Mapping[str, Any]) -> list[str]:
     found = []
     if quantization.get("quant_method") != "compressed-tensors":
         found.append(f"quant_method is {quantization.get('quant_method')!r}, not 'compressed-tensors'.")
-    if quantization.get("format") != "pack-quantized":
-        found.append(f"format is {quantization.get('format')!r}, not 'pack-quantized'.")
-    for key, group in quantization["config_groups"].items():
-        weights = group["weights"]
-        if weights.get("type", "int") != "int" or weights.get("strategy") not in ("group", "channel"):
-            found.append(f"{key}: weights must be int with one scale per group or channel.")
-        if group.get("input_activations") is not None:
-            found.append(f"{key}: activations must stay unquantized.")
+    formats = {group.get("format") for group in quantization["config_groups"].values()}
+    whole = formats.pop() if len(formats) == 1 else "mixed-precision"
+    if quantization.get("format") not in (whole, "mixed-precision"):
+        found.append(f"format is {quantization.get('format')!r}, its groups need {whole!r}.")
+    found += [
+        f"{key}: weights and inputs are of no known scheme."
+        for key, group in quantization["config_groups"].items()
+        if scheme_of(group) is None
+    ]
     return found
-
-
-def _scheme(group: Mapping[str, Any]) -> IntegerGrid:
-    weights = group["weights"]
-    size = weights.get("group_size")
-    per_channel = weights.get("strategy") == "channel" or size in (None, -1)
-    return IntegerGrid(weights["num_bits"], None if per_channel else size, weights.get("symmetric", True))
 
 
 def _matches(name: str, targets: Iterable[str]) -> bool:
@@ -90,7 +89,7 @@ def _matches(name: str, targets: Iterable[str]) -> bool:
     )
 
 
-def _exact_names(groups: Iterable[tuple[str, list[str], IntegerGrid]], ignore: Iterable[str]) -> list[str]:
+def _exact_names(groups: Iterable[tuple[str, list[str], Format]], ignore: Iterable[str]) -> list[str]:
     named = [target for _, targets, _ in groups for target in targets] + list(ignore)
     return list(dict.fromkeys(name for name in named if not name.startswith("re:") and "." in name))
 

@@ -144,6 +144,11 @@ class FloatingPoint(CodedFormat):
             raise ValueError(f"Unknown floating-point format {self.name!r}; known: {', '.join(_KINDS)}.")
 
     @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """All names."""
+        return tuple(_KINDS)
+
+    @classmethod
     def parse(cls, name: str) -> FloatingPoint | None:
         """The format of that name."""
         return cls(name) if name in _KINDS else None
@@ -158,16 +163,52 @@ class FloatingPoint(CodedFormat):
         """Bits of an element."""
         return 4 if self.kind.element == "e2m1" else 8
 
+    @property
+    def summary(self) -> str:
+        """Elements, scales and rounding of the inputs, in one line."""
+        element = {"e2m1": "4-bit E2M1", "e4m3": "8-bit E4M3", "int8": "8-bit integers"}[self.kind.element]
+        scale = {
+            "channel": "a scale per row",
+            "block": "a scale per block of 128 x 128",
+            "group16": "an E4M3 scale per 16 weights and a scale of the tensor",
+            "group32": "a power of two per 32 weights",
+        }[self.kind.scaling]
+        inputs = {
+            None: "inputs as they are",
+            "token": "inputs likewise, a scale per token",
+            "group128": "inputs likewise, a scale per token and 128 columns",
+            "group16": "inputs likewise, the scale of the tensor from calibration",
+            "group32": "inputs likewise",
+        }[self.kind.inputs]
+        return f"{element}, {scale}; {inputs}"
+
     def __str__(self) -> str:
         return self.name.upper() if self.kind.inputs is None else f"{self.name.upper()} with rounded inputs"
 
     def fits(self, columns: int) -> bool:
-        """Whether rows divide into groups."""
+        """Whether rows divide into groups of weights, and of inputs."""
+        if self.kind.inputs == "group128" and columns % _BLOCK:
+            return False
         return self.kind.scaling not in ("group16", "group32") or columns % _GROUP[self.kind.scaling] == 0
 
     def group_size(self, columns: int) -> int:
         """Columns that share a scale."""
         return columns if self.kind.scaling == "channel" else _GROUP[self.kind.scaling]
+
+    @property
+    def rows_per_scale(self) -> int:
+        """Rows that share a scale."""
+        return _BLOCK if self.kind.scaling == "block" else 1
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether the inputs of the layer are rounded, too."""
+        return self.kind.inputs is not None
+
+    @property
+    def calibrates_inputs(self) -> bool:
+        """Whether inputs are rounded by a fixed scale, which depends on their largest size."""
+        return self.kind.inputs == "group16"
 
     def layout(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorLayout]:
         """The tensors of compressed-tensors' format for it."""
@@ -448,40 +489,89 @@ def _compensated(
     start: FloatingWeight, values: Tensor, inverse_root: Tensor, hessian: Tensor, sweeps: int
 ) -> FloatingWeight:
     """GPTQ under the scales of ``start``, then passes of coordinate descent over the elements."""
-    element = start.format.kind.element
-    levels = _levels(element, values.device).to(values.dtype)
-    scales = start.wide_scales(values.dtype)
-    current = values.clone()
-    codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
-    columns = values.shape[1]
+    element, device = start.format.kind.element, values.device
+    order, _ = _ascending(element, device)
+    levels = _levels(element, device)[order.int()].to(values.dtype)
+    grid = _Columns(levels, start.scales.to(values.dtype).contiguous(), start.group_size)
+    current, columns = values.clone(), values.shape[1]
+    places = torch.empty(values.shape, dtype=torch.int16, device=device)
     for first in range(0, columns, _COLUMNS_AT_ONCE):
         last = min(first + _COLUMNS_AT_ONCE, columns)
-        errors = torch.empty_like(current[:, first:last])
-        for column in range(first, last):
-            value, scale = current[:, column], scales[:, column]
-            code = _nearest(value / scale, element)
-            error = (value - levels[code.int()] * scale) / inverse_root[column, column]
-            codes[:, column], errors[:, column - first] = code, error
-            current[:, column + 1 : last] -= error[:, None] * inverse_root[column, column + 1 : last]
+        errors = grid.gptq(current, inverse_root[first:last, first:last].contiguous(), first, places)
         current[:, last:].addmm_(errors, inverse_root[first:last, last:], alpha=-1.0)
-    decoded = levels[codes.int()] * scales
-    diagonal = hessian.diagonal()
+    decoded = levels[places.int()] * start.wide_scales(values.dtype)
     for _ in range(sweeps):
         moved = False
         for first in range(0, columns, _COLUMNS_AT_ONCE):
             last = min(first + _COLUMNS_AT_ONCE, columns)
             residual = (values - decoded) @ hessian[:, first:last]
-            for column in range(first, last):
-                scale, old = scales[:, column], decoded[:, column].clone()
-                target = old + residual[:, column - first] / diagonal[column]
-                code = _nearest(target / scale, element)
-                new = levels[code.int()] * scale
-                codes[:, column], decoded[:, column] = code, new
-                residual -= (new - old)[:, None] * hessian[column, first:last]
-                moved = moved or not torch.equal(new, old)
+            block = hessian[first:last, first:last].contiguous()
+            moved = grid.descend(residual, block, first, places, decoded) or moved
         if not moved:
             break
-    return start.with_codes(codes)
+    return start.with_codes(order[places.int()])
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Loops over the columns of a block: compiled on a CPU, one column at a time elsewhere.
+
+    Attributes:
+        levels: Levels in ascending order.
+        scales: (rows, groups).
+        group: Columns per group.
+    """
+
+    levels: Tensor
+    scales: Tensor
+    group: int
+
+    @cached_property
+    def between(self) -> Tensor:
+        """Midpoints of neighbouring levels."""
+        return (self.levels[1:] + self.levels[:-1]) / 2
+
+    def gptq(self, current: Tensor, factor: Tensor, first: int, places: Tensor) -> Tensor:
+        """Round a block of columns in turn; returns the errors (rows, width) to correct later columns for."""
+        width = len(factor)
+        errors = torch.empty(len(current), width, dtype=current.dtype, device=current.device)
+        if not current.is_cuda:
+            from rco.formats.floating_kernels_cpu import gptq_levels
+
+            gptq_levels(
+                current.numpy(), factor.numpy(), self.scales.numpy(), self.group, first, self.levels.numpy(),
+                self.between.numpy(), places.numpy(), errors.numpy(),
+            )  # fmt: skip
+            return errors
+        for j in range(width):
+            column = first + j
+            value, scale = current[:, column], self.scales[:, column // self.group]
+            place = torch.searchsorted(self.between, (value / scale).contiguous())
+            error = (value - self.levels[place] * scale) / factor[j, j]
+            places[:, column], errors[:, j] = place, error
+            current[:, column + 1 : first + width] -= error[:, None] * factor[j, j + 1 :]
+        return errors
+
+    def descend(self, residual: Tensor, hessian: Tensor, first: int, places: Tensor, decoded: Tensor) -> bool:
+        """Move the elements of a block of columns in turn; returns whether any moved."""
+        if not residual.is_cuda:
+            from rco.formats.floating_kernels_cpu import descend_levels
+
+            moved: int = descend_levels(
+                residual.numpy(), hessian.numpy(), self.scales.numpy(), self.group, first,
+                self.levels.numpy(), self.between.numpy(), places.numpy(), decoded.numpy(),
+            )  # fmt: skip
+            return moved > 0
+        before = places[:, first : first + len(hessian)].clone()
+        for j in range(len(hessian)):
+            column = first + j
+            scale, old = self.scales[:, column // self.group], decoded[:, column].clone()
+            target = (old + residual[:, j] / hessian[j, j]) / scale
+            place = torch.searchsorted(self.between, target.contiguous())
+            new = self.levels[place] * scale
+            places[:, column], decoded[:, column] = place, new
+            residual -= (new - old)[:, None] * hessian[j]
+        return not torch.equal(before, places[:, first : first + len(hessian)])
 
 
 def _better_rows(

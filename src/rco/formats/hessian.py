@@ -9,7 +9,7 @@ __all__ = ["HessianAccumulator", "InputSquares"]
 
 
 class HessianAccumulator:
-    """Accumulates a layer's inputs into ``H = 2/n sum x x^T`` over the n tokens that count.
+    """Accumulates a layer's inputs into ``H = 2/n sum x x^T`` over the n tokens that count, and their largest size.
 
     Args:
         features: Number of input features.
@@ -23,6 +23,7 @@ class HessianAccumulator:
         self.features = features
         self.tokens = 0
         self.total = torch.zeros(features, features, dtype=dtype, device=device)
+        self._peak = torch.zeros((), dtype=dtype, device=device)
 
     @torch.no_grad()
     def add(self, inputs: Tensor, mask: Tensor | None = None) -> None:
@@ -42,13 +43,21 @@ class HessianAccumulator:
             inputs = inputs[mask.to(device=inputs.device, dtype=torch.bool)]
         flat = inputs.reshape(-1, self.features).to(device=self.total.device, dtype=self.total.dtype)
         self.total.addmm_(flat.T, flat, alpha=2.0)
+        if flat.numel():
+            torch.maximum(self._peak, flat.abs().amax(), out=self._peak)
         self.tokens += flat.shape[0]
+
+    @property
+    def peak(self) -> float:
+        """Largest size of an input; 0 without tokens."""
+        return float(self._peak)
 
     def merge(self, other: HessianAccumulator) -> None:
         """Add the tokens of another accumulator of the same layer."""
         if other.features != self.features:
             raise ValueError(f"Cannot merge {other.features} features into {self.features}.")
         self.total += other.total.to(device=self.total.device, dtype=self.total.dtype)
+        self._peak = torch.maximum(self._peak, other._peak.to(self._peak))
         self.tokens += other.tokens
 
     def matrix(self) -> Tensor:

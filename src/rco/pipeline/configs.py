@@ -219,6 +219,12 @@ class QuantizeConfig(CompressConfig):
         help="Widths to choose from, e.g. 2,3,4,8; 16 keeps a layer unquantized. Default: all that `serve` loads.",
         panel="Candidates",
     )
+    formats: str | None = setting(
+        None,
+        help="Formats to choose from beside `widths`, e.g. nvfp4-a4,fp8-dynamic,original; see `rco ls storage`. "
+        "Without `widths`, these alone.",
+        panel="Candidates",
+    )
     types: str | None = setting(
         None,
         help="For GGUF: ggml types to choose from, e.g. q3_k,iq4_xs,q6_k; default: IQ2 to Q8_0, where they fit.",
@@ -262,7 +268,7 @@ class QuantizeConfig(CompressConfig):
         4, help="Passes of coordinate descent over the codes after GPTQ.", panel="Candidates", least=0
     )
     lock: list[str] = setting(
-        [], help="REGEX=WIDTH or ROLE=WIDTH (attention, mlp, experts, shared_expert), repeatable.",
+        [], help="REGEX=WIDTH or ROLE=WIDTH (attention, mlp, experts, shared_expert), repeatable; also =FORMAT.",
         panel="Candidates",
     )  # fmt: skip
     skip: list[str] = setting(

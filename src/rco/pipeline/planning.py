@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rco import formats
 from rco.compression.budget import Budget
 from rco.compression.candidates import CandidateSettings, read_importances
 from rco.compression.compression import Compression
@@ -31,6 +32,10 @@ from rco.data.calibration import DataSplits, build_splits
 from rco.data.sources import resolve_source
 from rco.distributed import Ranks
 from rco.export.compressed_tensors import check_exportable
+from rco.formats.base import Format
+from rco.formats.floating import FloatingPoint
+from rco.formats.integer import IntegerGrid
+from rco.formats.original import Original
 from rco.models.checkpoint_files import read_config
 from rco.models.device_map import DeviceMap
 from rco.models.gguf_conversion import ensure_gguf
@@ -184,6 +189,7 @@ def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
         loaded.layout,
         linears,
         widths=None if config.widths is None else _parse_widths(config.widths),
+        formats=_parse_formats(config),
         group_size=config.columns_per_scale,
         symmetric=config.symmetric,
         serve=config.engine,
@@ -210,7 +216,7 @@ def _check_removable(loaded: LoadedModel) -> None:
 
 def _plan_gguf(config: QuantizeConfig, loaded: LoadedModel, linears: Sequence[LinearInfo]) -> CompressionPlan:
     """Groups and options of a GGUF file; settings of other formats are refused."""
-    for name in ("widths", "group_size", "symmetric", "expert_groups"):
+    for name in ("widths", "formats", "group_size", "symmetric", "expert_groups"):
         if getattr(config, name) is not None:
             raise ValueError(
                 f"In a GGUF file a type has its own width and groups: leave out `{name}`, and restrict `types`."
@@ -392,6 +398,28 @@ def _parse_widths(text: str) -> Sequence[int]:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise ValueError(f"`widths` is a list such as 2,3,4,8,16, got {text!r}.") from None
+
+
+def _parse_formats(config: QuantizeConfig) -> list[Format]:
+    """Formats that are options beside the widths."""
+    names = [name.strip().lower() for name in (config.formats or "").split(",") if name.strip()]
+    if config.formats is not None and not names:
+        raise ValueError(
+            "`formats` is empty: give names such as nvfp4,fp8-dynamic,original, or leave it out."
+        )
+    found = [formats.parse(name) for name in names]
+    for each in found:
+        if not isinstance(each, FloatingPoint | IntegerGrid | Original):
+            raise ValueError(
+                f"`formats` takes {', '.join(FloatingPoint.names())}, integer grids such as int4-g32-sym, and "
+                f"original; {each.name} is not an option here."
+            )
+        if isinstance(each, FloatingPoint) and each.calibrates_inputs and config.method == "rtn":
+            raise ValueError(
+                f"{each.name} rounds inputs by a scale from the calibration, which `method='rtn'` does not have: "
+                "leave it out, or take formats that scale inputs token by token."
+            )
+    return list(dict.fromkeys(found))
 
 
 def _expert_groups(config: QuantizeConfig) -> ExpertGroups | None:
