@@ -103,8 +103,10 @@ def test_an_untied_output_layer_is_a_group_if_asked():
 
 
 def test_a_preset_that_needs_fused_linears_names_what_it_lacks():
-    layout, linears = laid_out(tiny_model("glm"))
-    with pytest.raises(ValueError, match=r"merges some linears.*not known for glm.*rco.models.layout.FUSED"):
+    layout, linears = laid_out(tiny_model("helium"))
+    with pytest.raises(
+        ValueError, match=r"merges some linears.*not known for helium.*rco.models.layout.FUSED"
+    ):
         make_plan(layout, linears, serve="vllm")
     assert len(make_plan(layout, linears, serve="transformers").groups) == len(linears) - 1
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from named_architectures import NAMED
 from safetensors import safe_open
 
 from rco.compression.file_size import (
@@ -21,7 +22,7 @@ from rco.export.exporter import ExportRequest, atomic_folder
 from rco.export.writer import verify_checkpoint, write_checkpoint
 from rco.formats.integer import IntegerGrid, packed_words
 from rco.formats.original import ORIGINAL
-from rco.models.layout import FUSED, LinearInfo
+from rco.models.layout import LinearInfo
 from rco.models.loading import load_model, wrap_model
 from rco.models.precision import computing_in
 from rco.models.zoo import ModelError
@@ -468,7 +469,7 @@ def test_configs_of_other_hands():
         validate_for_engine(config, "vlm")
 
 
-@pytest.mark.parametrize("model_type", sorted(FUSED))
+@pytest.mark.parametrize("model_type", NAMED)
 def test_every_layer_is_a_target_or_ignored(model_type):
     """vLLM stops at a linear that the config does not mention."""
     import re

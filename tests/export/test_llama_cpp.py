@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from named_architectures import NAMED
 
 from rco.compression.file_size import distinct_state
 from rco.compression.llama_quantize import GGUF_WIDTHS, RECIPE_TYPES, GGUFFile, block_type, written_type
@@ -14,7 +15,7 @@ from rco.export.llama_cpp import LlamaCppExporter, parse_tensor_types, types_wri
 from rco.formats.integer import IntegerGrid, PackedWeight
 from rco.formats.original import ORIGINAL
 from rco.models.gguf_names import gguf_names
-from rco.models.layout import FUSED, layout_for
+from rco.models.layout import layout_for
 from rco.models.loading import wrap_model
 from rco.models.moe.linears import model_linears
 from rco.models.zoo import ModelError
@@ -129,7 +130,7 @@ def test_fallbacks_of_llama_cpp(asked, columns, written):
 # --------------------------------------------------------------------------------- the names
 
 
-@pytest.mark.parametrize("model_type", list(FUSED))
+@pytest.mark.parametrize("model_type", NAMED)
 def test_every_linear_of_every_architecture_has_a_name_and_no_two_share_one(model_type):
     model = tiny_model(model_type)
     layout = layout_for(model)

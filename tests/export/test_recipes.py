@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from named_architectures import NAMED
 
 from rco import registry
 from rco.export import ExportError
@@ -14,7 +15,7 @@ from rco.export.exporter import ExportRequest
 from rco.export.mlx import mlx_paths
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
-from rco.models.layout import FUSED, layout_for
+from rco.models.layout import layout_for
 from rco.models.loading import wrap_model
 from rco.models.moe.linears import model_linears
 from rco.testing.tiny_models import tiny_model
@@ -307,7 +308,7 @@ _MLX_FIELDS = {
     "num_experts": 4,
 }  # fmt: skip
 # mlx-lm's "olmo" is not the architecture that transformers calls so.
-_MLX_ARCHITECTURES = sorted(FUSED.keys() - {"olmo"})
+_MLX_ARCHITECTURES = sorted(set(NAMED) - {"olmo"})
 
 
 @pytest.mark.filterwarnings("ignore")

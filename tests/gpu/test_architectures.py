@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from named_architectures import NAMED
 
-from rco.models.layout import FUSED
 from rco.models.loading import wrap_model
 from rco.models.moe.grouped import grouped_linear, grouped_outer
 from rco.testing.search_cases import make_case, sampled_gates
@@ -60,7 +60,7 @@ def test_pruning_is_recorded(name, dtype, caplog):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", NAMED)
 def test_quantization_is_recorded(name, dtype, caplog):
     recordable = check_samples(wide_model(name), dtype, "quantize", caplog)
     assert recordable == (dtype == torch.bfloat16)  # the type in which choices are read on the GPU

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from named_architectures import NAMED
 
 from rco.models.capture import BlockInputs, linear_inputs
-from rco.models.layout import FUSED, layout_for
+from rco.models.layout import layout_for
 from rco.testing.tiny_models import tiny_model
 
 
@@ -26,7 +27,7 @@ def hook_count(model):
     )
 
 
-@pytest.mark.parametrize("model_type", sorted(FUSED))
+@pytest.mark.parametrize("model_type", NAMED)
 def test_blocks_in_turn_reproduce_the_final_hidden_states(model_type):
     layout, model = laid_out(model_type)
     tokens = tokens_for()

@@ -98,10 +98,10 @@ def _fused_violations(schemes: Mapping[str, Format], config: Mapping[str, Any], 
     merged = FUSED.get(str(config.get("model_type", "llama")), ())
     sets: dict[str, dict[str, Format]] = {}
     for name, scheme in schemes.items():
-        for paths in merged:
-            for path in paths:
-                if name.endswith(f".{path}"):
-                    sets.setdefault(f"{name.removesuffix(path)}{'|'.join(paths)}", {})[name] = scheme
+        parent, _, kind = name.rpartition(".")
+        for kinds in merged:
+            if kind in kinds:
+                sets.setdefault(f"{parent}.{'|'.join(kinds)}", {})[name] = scheme
         layer, inside, _ = name.partition(".experts.")
         if inside:
             sets.setdefault(f"{layer}.experts", {})[name] = scheme

@@ -334,36 +334,58 @@ def _role(path: str) -> str:
 _FEED_FORWARD = frozenset(
     {"ffn", "ff", "feed_forward", "fc1", "fc2", "experts", "wi", "wo", "intermediate", "output"}
 )
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-_LATENT = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
-
-
-def _shared(module: str) -> tuple[str, ...]:
-    return f"mlp.{module}.gate_proj", f"mlp.{module}.up_proj"
+_QKV = ("q_proj", "k_proj", "v_proj")
+_GATE_UP = ("gate_proj", "up_proj")
+_LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
+_DELTA = (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
 
 
 def _fused() -> Iterator[tuple[str, tuple[tuple[str, ...], ...]]]:
-    dense = (
-        "llama", "qwen2", "qwen3", "mistral", "ministral", "ministral3", "olmo", "olmo2", "olmo3", "smollm3",
-        "gemma", "gemma2", "gemma3_text", "gemma3", "granite", "cohere", "cohere2", "qwen3_moe", "seed_oss",
-        "ernie4_5", "exaone4",
-    )  # fmt: skip
-    for name in dense:
+    plain = """
+        afmoe cohere cohere2 cohere2_moe cwm ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 gemma gemma2 gemma3
+        gemma3_text gemma3n gemma3n_text gemma4 gemma4_text glm glm4 glm4_moe granite granite_swa hunyuan_v1_dense
+        hunyuan_v1_moe hy_v3 hyperclovax jamba llama mimo_v2_flash ministral ministral3 mistral olmo olmo2 olmo3
+        qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next seed_oss smollm3 vaultgemma
+    """
+    for name in plain.split():
         yield name, (_QKV, _GATE_UP)
-    for name in ("phi3", "gpt2", "gpt_neox"):
-        yield name, ()
-    for name in ("mixtral", "olmoe", "gpt_oss"):
+    attention_alone = """
+        apertus arcee flex_olmo gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared jais2 minimax_m2
+        mixtral nemotron nemotron_h olmoe opt phi starcoder2
+    """
+    for name in attention_alone.split():
         yield name, (_QKV,)
-    for name in ("qwen2_moe", "qwen3_next"):
-        yield name, (_QKV, _GATE_UP, _shared("shared_expert"))
-    yield "glm4_moe", (_QKV, _GATE_UP, _shared("shared_experts"))
-    for name in ("deepseek_v2", "deepseek_v3"):
-        yield name, (_LATENT, _GATE_UP, _shared("shared_experts"))
+    for name in ("bloom", "falcon", "gpt2", "gpt_neox", "phi3"):
+        yield name, ()
+    for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
+        yield name, (_LATENT, _GATE_UP)
+    for name in ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"):
+        yield name, (_QKV, _GATE_UP, *_DELTA)
+    for name in ("lfm2", "lfm2_moe"):
+        yield name, (_QKV, ("w1", "w3"))
+    yield "minicpm3", (_GATE_UP,)
 
 
 FUSED: dict[str, tuple[tuple[str, ...], ...]] = dict(_fused())
-"""Architecture -> sets of linears of a block that vLLM merges into one matrix."""
+"""Architecture -> names of linears beside each other that vLLM merges into one matrix.
+
+As in ``packed_modules_mapping`` of vLLM's models (commit a014e35f38c, August 2026); its transformers backend, which
+serves ``olmo``, ``olmo2``, ``smollm3``, ``starcoder2`` and ``vaultgemma``, merges the same ones.
+"""
+
+
+def _fused_paths(model_type: str, paths: Sequence[str]) -> tuple[tuple[str, ...], ...] | None:
+    """Paths of the linears of a block that are merged, in the order of the table; None if it is not known."""
+    if model_type not in FUSED:
+        return None
+    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for kinds in FUSED[model_type]:
+        for kind in kinds:
+            for path in paths:
+                parent, _, name = path.rpartition(".")
+                if name == kind:
+                    found.setdefault((parent, kinds), []).append(path)
+    return tuple(tuple(members) for members in found.values() if len(members) > 1)
 
 
 # ---------------------------------------------------------------------- finding
@@ -424,7 +446,7 @@ def layout_for(model: nn.Module) -> Layout:
         block_list=tail.blocks.removeprefix(inside),
         linear_paths=tuple(paths),
         outer_paths=tuple(outer),
-        fused_paths=FUSED.get(model_type),
+        fused_paths=_fused_paths(model_type, tuple(paths)),
         kept=kept,
         tail=tail,
     )
