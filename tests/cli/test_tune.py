@@ -68,7 +68,7 @@ def test_the_checkpoint_holds_the_tuned_weights_that_were_measured(tuned, untune
     found = metrics["tuning"]
     assert found["mode"] == "full"
     assert found["after"] < found["before"]
-    assert found["tokens"] == 1280
+    assert 640 <= found["tokens"] <= 1280  # it may stop early in the second half
     assert 0 < found["moved"] < found["codes"]
     rows = {row["name"]: row for row in metrics["evaluation"]}
     assert [name for name, row in rows.items() if row["chosen"]] == ["RCO"]

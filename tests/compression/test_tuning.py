@@ -144,7 +144,7 @@ def assert_same(first, second):
 )
 def test_the_same_seed_gives_the_same_result_also_from_any_checkpoint(case, change):
     settings, states = replace(QUICK, **change), []
-    whole = case.run(settings, on_checkpoint=lambda state: states.append(state))
+    whole = case.run(settings, on_checkpoint=lambda make: states.append(make()))
     assert len(states) >= 3
     # States are saved as they were: the training goes on with other tensors.
     for state in states[:-1]:

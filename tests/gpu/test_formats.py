@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from floating_weights import representable
 
 from rco import formats, registry
 from rco.formats.base import EncodeSettings
 from rco.formats.coded import pack
+from rco.formats.floating import FloatingPoint
 from rco.formats.ggml.block_types import BLOCK_TYPES, GGMLFormat
 from rco.formats.integer import IntegerGrid
 from rco.formats.products import inner_products
@@ -42,6 +44,7 @@ def test_the_contract(name):
     assert {*NAMES, "ggml"} == registry.FORMATS.keys()
     format = formats.parse(name)
     exact = on_grid(format) if isinstance(format, IntegerGrid) else None
+    exact = representable(name) if isinstance(format, FloatingPoint) else exact
     check_format(format, shapes=[(12, 256), (64, 512)], device="cuda", representable=exact)
 
 

@@ -13,9 +13,25 @@ from rco.models.moe.layers import moe_layers
 pytestmark = pytest.mark.gpu
 
 SMALL = [
-    "--device", "cuda", "--sequences", "8", "--selection", "4", "--evaluation", "4", "--length", "64",
-    "--steps", "2", "--samples", "2", "--refine", "2", "--json",
-]  # fmt: skip
+    "--device",
+    "cuda",
+    "--sequences",
+    "8",
+    "--selection",
+    "4",
+    "--evaluation",
+    "4",
+    "--length",
+    "64",
+    "--steps",
+    "2",
+    "--samples",
+    "2",
+    "--refine",
+    "2",
+    "--json",
+]
+QUANTIZE = [*SMALL, "--tune-tokens", "512"]  # fmt: skip
 
 
 @pytest.mark.parametrize("memory", ["resident", "offload"])
@@ -23,7 +39,7 @@ def test_quantize_and_evaluate(tmp_path, capsys, memory):
     run = tmp_path / "run"
     arguments = ["--bits", "2.5", "--widths", "2,3,4", "--sensitivity", "4", "--memory", memory]
     arguments += ["--format", "dense", "--out", str(run)]
-    assert main(["quantize", "tiny-llama", *arguments, *SMALL]) == 0
+    assert main(["quantize", "tiny-llama", *arguments, *QUANTIZE]) == 0
     outcome = json.loads(capsys.readouterr().out)
     assert outcome["memory"]["search_bytes"] > 0
     rows = {row["name"]: row for row in outcome["evaluation"]}
@@ -61,7 +77,7 @@ def test_quantize_and_evaluate(tmp_path, capsys, memory):
 )
 def test_quantize_experts(tmp_path, capsys, choice):
     run = tmp_path / "run"
-    assert main(["quantize", "tiny-moe", "--sensitivity", "4", "--out", str(run), *choice, *SMALL]) == 0
+    assert main(["quantize", "tiny-moe", "--sensitivity", "4", "--out", str(run), *choice, *QUANTIZE]) == 0
     outcome = json.loads(capsys.readouterr().out)
     chosen = next(row for row in outcome["evaluation"] if row["chosen"])
     assert chosen["within_budget"]
@@ -75,7 +91,7 @@ def test_quantize_experts(tmp_path, capsys, choice):
 @pytest.mark.parametrize(
     "job",
     [
-        ["quantize", "tiny-llama", "--bits", "3", "--sensitivity", "4"],
+        ["quantize", "tiny-llama", "--bits", "3", "--sensitivity", "4", "--tune-tokens", "512"],
         ["prune", "tiny-moe", "--experts", "0.25"],
     ],
 )

@@ -95,7 +95,8 @@ def test_a_step_of_adam_is_that_of_torch(bits, group, dtype, symmetric, cols, ha
     torch.testing.assert_close(scales[0], scales[1], rtol=1e-4, atol=1e-6)
     far = (offsets[0] - offsets[1]).abs() > (4e-3 if half else 1e-4)
     assert far.float().mean() < 2e-3  # a sum in another order may round a second moment near zero otherwise
-    assert (decoded[0] != decoded[1]).float().mean() < 0.02
+    close = torch.isclose(decoded[0], decoded[1], rtol=1e-2)
+    assert (~close).float().mean() < 5e-3  # so may a code
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 Mode = Literal["scales", "blocks", "full"]
 Weights = Mapping[str, Stored]
+MakeState = Callable[[], dict[str, Any]]
 Curve = list[dict[str, Any]]
 
 _BETAS = (0.9, 0.99)
@@ -154,7 +156,7 @@ def tune(
     *,
     make: MakeTunable = format_tunable,
     on_progress: Callable[[int, int], None] | None = None,
-    on_checkpoint: Callable[[dict[str, Any]], None] | None = None,
+    on_checkpoint: Callable[[MakeState], None] | None = None,
     resume: Mapping[str, Any] | None = None,
 ) -> Tuned:
     """Train the stored weights of a compressed model.
@@ -169,7 +171,8 @@ def tune(
         settings: What is trained, and how.
         make: Makes the trainable form of a weight.
         on_progress: Called with (steps done, all steps).
-        on_checkpoint: Called with a state from which ``resume`` continues to the same result.
+        on_checkpoint: Called with a function that returns a state from which ``resume`` continues to the same
+            result. It copies all trained parameters to host memory, and is valid during the call alone.
         resume: Such a state.
     """
     began = time.perf_counter()
@@ -182,13 +185,13 @@ def tune(
             before = float(state["before"]) if state else measured.stored(weights, selection)
             blocks = _Blocks(compressed, text.data, selection.data, settings, make, steps)
 
-            def save(done: dict[str, Any]) -> None:
+            def save(done: Mapping[str, MakeState]) -> None:
                 if on_checkpoint is not None:
-                    on_checkpoint({"before": before, **done})
+                    on_checkpoint(lambda: {"before": before, **{part: make() for part, make in done.items()}})
 
             report = _counted(on_progress, 0, total)
             tuned, curve = blocks.run(weights, state.get("blocks", {}), report, lambda s: save({"blocks": s}))
-            finished = {"blocks": blocks.state(tuned, curve, len(blocks))}
+            finished = {"blocks": partial(blocks.state, tuned, curve, len(blocks))}
             ending = _EndToEnd(
                 measured, text, selection, replace(settings, mode="scales"), format_tunable, later
             )
@@ -438,6 +441,14 @@ class _Found:
     curve: Curve
 
 
+def _state(
+    place: Mapping[str, Any], best: Weights, model: TunableModel, optimizer: _Optimizer
+) -> dict[str, Any]:
+    """State of a training, in host memory."""
+    parameters = {key: each.detach().cpu().clone() for key, each in model.parameters().items()}
+    return {**place, "best": tensors_of(best), "parameters": parameters, "moments": optimizer.state()}
+
+
 class _EndToEnd:
     """Training of all weights together on the loss of the model."""
 
@@ -462,7 +473,7 @@ class _EndToEnd:
         weights: Weights,
         state: Mapping[str, Any] | None,
         report: Callable[[int], None],
-        save: Callable[[dict[str, Any]], None],
+        save: Callable[[MakeState], None],
     ) -> _Found:
         """Train from given weights or from a saved state."""
         settings, steps = self._settings, self._steps
@@ -509,20 +520,14 @@ class _EndToEnd:
                     }
                 )
                 losses.clear()
-                save(
-                    {
-                        "step": step + 1,
-                        "before": before,
-                        "after": after,
-                        "worse": worse,
-                        "best": tensors_of(best),
-                        "curve": list(curve),
-                        "parameters": {
-                            key: each.detach().cpu().clone() for key, each in model.parameters().items()
-                        },
-                        "moments": optimizer.state(),
-                    }
-                )
+                place = {
+                    "step": step + 1,
+                    "before": before,
+                    "after": after,
+                    "worse": worse,
+                    "curve": list(curve),
+                }
+                save(partial(_state, place, best, model, optimizer))
                 model.train(True)
             self._recording = None
         return _Found(best, before, after, curve)
@@ -646,35 +651,36 @@ class _Blocks:
         padding = -len(selection) % self._size
         self._tokens = torch.cat([text.tokens, selection.tokens, selection.tokens[:1].expand(padding, -1)])
         self._held = range(len(text), len(text) + len(selection))
+        self._block = {info.name: info.block for info in model_linears(loaded.layout, loaded.model)}
 
     def __len__(self) -> int:
         return len(self._loaded.layout.blocks(self._loaded.model))
 
     def state(self, weights: Weights, curve: Curve, done: int) -> dict[str, Any]:
-        """State after some blocks."""
-        return {"done": done, "weights": tensors_of(weights), "curve": list(curve)}
+        """State after some blocks: the weights of these."""
+        finished = {name: stored for name, stored in weights.items() if self._block.get(name) in range(done)}
+        return {"done": done, "weights": tensors_of(finished), "curve": list(curve)}
 
     def run(
         self,
         weights: Weights,
         state: Mapping[str, Any],
         report: Callable[[int], None],
-        save: Callable[[dict[str, Any]], None],
+        save: Callable[[MakeState], None],
     ) -> tuple[dict[str, Stored], Curve]:
         """Train block after block."""
         tuned, curve, done = dict(weights), [], 0
         if state:
-            tuned, curve, done = restored(weights, state["weights"]), list(state["curve"]), int(state["done"])
+            tuned |= restored(weights, state["weights"])
+            curve, done = list(state["curve"]), int(state["done"])
         if done >= len(self):
             return tuned, curve
         teacher = self._capture()
         student = self._capture()
-        listed = model_linears(self._loaded.layout, self._loaded.model)
-        blocks = {info.name: info.block for info in listed}
         for index in range(len(self)):
             teacher.advance()  # with the original weights
             codes = self._settings.trains_codes
-            inside = [name for name in weights if blocks.get(name) == index]
+            inside = [name for name in weights if self._block.get(name) == index]
             if index >= done:
                 mine = {name: tuned[name] for name in inside}
                 with tunable_model(self._loaded, mine, codes=codes, make=self._make) as model:
@@ -685,7 +691,7 @@ class _Blocks:
             if index < done:
                 continue
             report((index + 1) * self._steps)
-            save(self.state(tuned, curve, index + 1))
+            save(partial(self.state, tuned, curve, index + 1))
         return tuned, curve
 
     def _capture(self) -> BlockInputs:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,7 @@ _COMPARED = 6  # allocations that a search compares on the selection text
 _MOST_SEQUENCES = 1 << 12  # distinct sequences; their reference is in host memory
 _FEWEST_STEPS = 32  # before a step takes more than one sequence
 _MOST_PER_STEP = 8
+_BETWEEN_STATES = 9  # time to the next checkpoint, as a multiple of what the last one took
 _FOLDER = "tuned"
 _LABEL = "tuned"
 
@@ -279,7 +282,7 @@ class _States:
     """
 
     def __init__(self, run: RunDirectory, plan: TuningPlan) -> None:
-        self._run, self._number = run, 0
+        self._run, self._number, self._due = run, 0, 0.0
         self._settings = as_json(dataclasses.asdict(plan.settings))
         self.last: dict[str, Any] | None = None
         found = run.load_checkpoint()
@@ -295,10 +298,15 @@ class _States:
             )
         self.last = state["state"]
 
-    def save(self, state: dict[str, Any]) -> None:
-        """Write a state in place of the one before."""
+    def save(self, make: Callable[[], dict[str, Any]]) -> None:
+        """Write a state in place of the one before, unless that would take more than a tenth of the time."""
+        began = time.monotonic()
+        if began < self._due:
+            return
         self._number += 1
-        self._run.save_checkpoint(self._number, {"tuning": self._settings, "state": state})
+        self._run.save_checkpoint(self._number, {"tuning": self._settings, "state": make()})
+        ended = time.monotonic()
+        self._due = ended + _BETWEEN_STATES * (ended - began)
 
 
 def _described(plan: TuningPlan, found: Tuned, before: dict[str, Stored]) -> dict[str, Any]:
