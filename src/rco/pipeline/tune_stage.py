@@ -153,19 +153,24 @@ def tuning_memory(
     """Bytes on the model's device beside the model and the candidates."""
     dtype, loaded = compression.compute_dtype, compression.loaded
     exact = 2 if settings.half else 4
+    # On a GPU the decoded weight takes the place of the original one, which is in host memory meanwhile.
+    decoded = 0 if loaded.device.type == "cuda" else dtype.itemsize
     by_block: dict[str, int] = {}
     for name, stored in weights.items():
         count = stored.shape[0] * stored.shape[1]
-        # Decoded weight and its gradient; codes, offsets and two moments where codes are trained.
-        each = 2 * dtype.itemsize + (1 + 3 * exact if settings.trains_codes(stored) else 1)
+        # Gradient, codes, offsets and two moments; none of them where only scales are trained.
+        each = decoded + (dtype.itemsize + 1 + 3 * exact if settings.trains_codes(stored) else 0)
         block = name.split(".layers.")[-1].split(".")[0] if settings.mode == "blocks" else ""
         by_block[block] = by_block.get(block, 0) + count * each
     linears = [info for info in compression.plan.linears]
     saved = saved_bytes_per_token(loaded, linears, dtype)
-    blocks = len(loaded.layout.blocks(loaded.model))
-    if settings.mode == "blocks" or settings.checkpointing:
-        saved /= max(1, blocks)
-    return int(max(by_block.values(), default=0) + saved * length * settings.at_once + 2 * LOGITS_BYTES)
+    saved *= length * settings.at_once
+    of_block = saved / max(1, len(loaded.layout.blocks(loaded.model)))
+    end_to_end = of_block if settings.checkpointing else saved
+    if settings.mode != "blocks":
+        return int(sum(by_block.values()) + end_to_end + 2 * LOGITS_BYTES)
+    scales = decoded * sum(stored.shape[0] * stored.shape[1] for stored in weights.values())
+    return int(max(max(by_block.values(), default=0) + of_block, scales + end_to_end) + 2 * LOGITS_BYTES)
 
 
 def _free(compression: Compression) -> int | None:
