@@ -17,6 +17,7 @@ from rco import api
 from rco.cli import main
 from rco.data.calibration import build_calibration
 from rco.data.documents import Texts
+from rco.models.loading import pick_device
 from rco.pipeline.configs import EvaluateConfig, PruneConfig, QuantizeConfig
 from rco.testing.tiny_models import save_tiny
 
@@ -363,6 +364,13 @@ def test_progress_calls_a_function(llama):
     assert [event.done for event in searched] == [1, 2]
     assert all(event.total == 2 and event.record.loss >= 0 for event in searched)
     assert any("bits from 2 to 8 are feasible" in event.text for event in events)
+
+
+def test_the_device_that_auto_took_is_reported_first(tmp_path):
+    events = []
+    with pytest.raises(ValueError, match=r"config\.json"):
+        rco.quantize(tmp_path, bits=3, progress=events.append)
+    assert events[0].text == f"device: {pick_device('auto').type}"
 
 
 # ------------------------------------------------------------------------- errors

@@ -317,6 +317,7 @@ def compress(
     *,
     progress: Shown = True,
     inplace: bool = False,
+    tell_device: bool = False,
 ) -> CompressedModel | None:
     """Compress a model; :func:`quantize` and :func:`prune` call this.
 
@@ -325,6 +326,7 @@ def compress(
         given: A model in memory, instead of the one named in ``config``; not modified unless ``inplace``.
         progress: As for :func:`quantize`.
         inplace: Turn the given model into the compressed one.
+        tell_device: Report the device first.
 
     Returns:
         The compressed model; None on ranks of torchrun other than 0.
@@ -338,6 +340,8 @@ def compress(
     config, file = file_and_folder(config)
     with ExitStack() as stack:
         told = stack.enter_context(follow(progress))
+        if tell_device:
+            told.message(f"device: {config.device}")
         folder = config.out
         if folder is None:  # removed at the end, even after an error
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rco-"))) / "run"
@@ -379,11 +383,13 @@ def _compress(
             raise TypeError(
                 f"`model` must be a name, a folder or a loaded model, got {type(model).__name__}."
             )
+        chosen_here = settings.get("device") == "auto"
         fields = {field.name for field in dataclasses.fields(kind)}
         assert settings.keys() <= fields, sorted(settings.keys() - fields)
         config = kind(model=name, **{key: _plain(key, value) for key, value in settings.items()})
         # None is returned on ranks of torchrun other than 0; scripts check for it.
-        return cast(CompressedModel, compress(config, given, progress=progress, inplace=inplace))
+        found = compress(config, given, progress=progress, inplace=inplace, tell_device=chosen_here)
+        return cast(CompressedModel, found)
 
 
 # ---------------------------------------------------------------------- models
