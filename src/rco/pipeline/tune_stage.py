@@ -21,6 +21,7 @@ from rco.core.problem import Allocation
 from rco.data.calibration import CalibrationSet, DataSplits, build_calibration
 from rco.formats.base import Stored
 from rco.losses import LOGITS_BYTES
+from rco.models.moe.linears import model_linears
 from rco.models.precision import computing_in
 from rco.pipeline.configs import CompressConfig, QuantizeConfig, Tune
 from rco.pipeline.estimate import forward_seconds
@@ -155,12 +156,13 @@ def tuning_memory(
     exact = 2 if settings.half else 4
     # On a GPU the decoded weight takes the place of the original one, which is in host memory meanwhile.
     decoded = 0 if loaded.device.type == "cuda" else dtype.itemsize
-    by_block: dict[str, int] = {}
+    blocks = {info.name: info.block for info in model_linears(loaded.layout, loaded.model)}
+    by_block: dict[int | None, int] = {}
     for name, stored in weights.items():
         count = stored.shape[0] * stored.shape[1]
         # Gradient, codes, offsets and two moments; none of them where only scales are trained.
         each = decoded + (dtype.itemsize + 1 + 3 * exact if settings.trains_codes(stored) else 0)
-        block = name.split(".layers.")[-1].split(".")[0] if settings.mode == "blocks" else ""
+        block = blocks.get(name)
         by_block[block] = by_block.get(block, 0) + count * each
     linears = [info for info in compression.plan.linears]
     saved = saved_bytes_per_token(loaded, linears, dtype)
