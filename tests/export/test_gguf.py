@@ -35,6 +35,13 @@ def loaded(request, tmp_path_factory):
     return load_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf", request.param, tie_word_embeddings=False)
 
 
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    """A mixture of experts."""
+    path = tmp_path_factory.mktemp("model") / "sparse.gguf"
+    return load_tiny(path, "qwen3_moe", num_hidden_layers=1)
+
+
 def linears_of(loaded):
     return model_linears(loaded.layout, loaded.model, include_head=True)
 
@@ -79,6 +86,16 @@ def test_the_file_holds_the_chosen_weights_bit_for_bit(loaded, tmp_path):
 
 
 def test_promised_sizes_are_those_of_files(loaded, tmp_path):
+    check_random_sizes(loaded, tmp_path, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3_moe"])
+def test_thirty_promised_sizes_are_those_of_files(architecture, tmp_path):
+    check_random_sizes(load_tiny(tmp_path / "tiny.gguf", architecture), tmp_path, 30)
+
+
+def check_random_sizes(loaded, tmp_path, count):
     """Random budgets: never above, and less than the smallest upgrade of a tensor below."""
     plan = plan_of(loaded)
     compression = Compression(loaded, plan, tmp_path / "store")
@@ -87,7 +104,7 @@ def test_promised_sizes_are_those_of_files(loaded, tmp_path):
     low = costs.fixed + int(np.where(allowed, costs.matrix, 2**60).min(axis=1).sum())
     high = costs.fixed + int(np.where(allowed, costs.matrix, 0).max(axis=1).sum())
     rng = np.random.default_rng(1)
-    for number, budget in enumerate(rng.integers(low, high, 10).tolist()):
+    for number, budget in enumerate(rng.integers(low, high, count).tolist()):
         problem = compression.problem(Budget.parse(size=budget))
         values = rng.random(costs.matrix.shape)
         choice = problem.allocation(spend(problem, solve_mckp(values, problem).allocation, values))
@@ -152,6 +169,27 @@ def test_groups_offer_the_types_that_fit_a_row(loaded):
     assert len(tied.groups) == len(plan.groups) - 4
     alone = plan_of(loaded, types="q4_k,q6_k")  # no type fits rows of 288, which are copied
     assert {group.options for group in alone.groups if "down_proj" in group.name} == {(ORIGINAL,)}
+
+
+def test_experts_share_one_type_for_each_stack(sparse, tmp_path):
+    plan = plan_of(sparse)
+    stacks = [group for group in plan.groups if "experts" in group.name]
+    assert [(len(group.members), plan.target.names[group.members[-1].name]) for group in stacks] == [
+        (4, "blk.0.ffn_gate_exps.weight"), (4, "blk.0.ffn_up_exps.weight"), (4, "blk.0.ffn_down_exps.weight"),
+    ]  # fmt: skip
+    rng = np.random.default_rng(0)
+    choices = [rng.choice(np.flatnonzero(row)) for row in plan.allowed]
+    weights = encoded(sparse, plan, choices)
+    GGUFExporter().export(ExportRequest(sparse, weights, tmp_path / "out"))
+    found = load_model(written_file(tmp_path / "out"))
+    expected = dataclasses.replace(sparse, model=load_model(sparse.gguf).model)
+    decode_into(expected, weights)
+    for name, value in expected.model.state_dict().items():
+        assert torch.equal(found.model.state_dict()[name], value), name
+    one = next(name for name in weights if "experts" in name)
+    with pytest.raises(ExportError, match="holds 4 matrices in one type, but 1 are given"):
+        GGUFExporter().export(ExportRequest(sparse, {one: weights[one]}, tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(

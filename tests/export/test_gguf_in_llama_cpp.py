@@ -129,3 +129,20 @@ def test_a_trained_model_has_the_same_loss_in_llama_cpp(types, tmp_path):
     assert abs(ours - theirs) < 0.0015
     assert perplexity(plain, texts) == pytest.approx(perplexity(found, texts), rel=0.01)
     assert perplexity(alike, texts) == pytest.approx(perplexity(found, texts), rel=0.001)
+
+
+def test_experts_run_in_llama_cpp(tmp_path):
+    """One type for each stack of experts; the router stays in float32."""
+    loaded = load_tiny(tmp_path / "tiny.gguf", "qwen3_moe", dtype=torch.float32)
+    ids = torch.tensor(byte_tokenizer()(3 * TEXT)["input_ids"])
+    full = evaluated(loaded.model, ids)
+    (there,) = run_by_llama_cpp(loaded.gguf, [ids], full.shape[1])
+    assert divergence(full, there) < 1e-6
+    path, model = random_mixture(loaded, "iq3_s,q3_k,q4_k,iq4_xs", tmp_path / "out")
+    stacks = {name: e.type_name for name, e in GGUFReader(path).tensors.items() if "_exps" in name}
+    assert len(stacks) == 6
+    assert set(stacks.values()) <= {"iq3_s", "q3_k", "q4_k", "iq4_xs"}
+    plain = evaluated(model, ids)
+    (found,) = run_by_llama_cpp(path, [ids], full.shape[1])
+    assert divergence(full, plain) == pytest.approx(divergence(there, found), rel=0.03)
+    assert divergence(plain, found) < 0.03 * divergence(full, plain)

@@ -39,6 +39,11 @@ def tiny_gguf(path: Path, architecture="llama", *, dtype=torch.bfloat16, seed=0,
         "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 288, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     }  # fmt: skip
+    if architecture == "qwen3_moe":
+        settings |= {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True,
+            "mlp_only_layers": [], "decoder_sparse_step": 1,
+        }  # fmt: skip
     model = tiny_model(architecture, seed=seed, dtype=dtype, **{**settings, **changes})
     convert_to_gguf(wrap_model(model, byte_tokenizer(), name=f"tiny-{architecture}"), path)
     return path

@@ -10,6 +10,7 @@ from rco.cli.bench_command import app as bench_app
 from rco.cli.compare_command import app as compare_app
 from rco.cli.evaluate_command import evaluate
 from rco.cli.export_command import export
+from rco.cli.frontier_command import frontier
 from rco.cli.ls_command import ls
 from rco.cli.prune_command import prune
 from rco.cli.quantize_command import quantize
@@ -47,6 +48,7 @@ def options(
 
 
 app.command()(quantize)
+app.command()(frontier)
 app.command()(prune)
 app.command()(evaluate)
 app.command()(tune)

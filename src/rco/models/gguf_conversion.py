@@ -31,8 +31,8 @@ from rco.models.zoo import ModelError
 
 __all__ = ["CONVERTED", "convert_to_gguf", "ensure_gguf", "interleaved"]
 
-CONVERTED = ("llama", "qwen2", "qwen3")
-"""Architectures, under the names of transformers, that can be converted."""
+CONVERTED = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+"""Architectures that can be converted: transformers' names, and llama.cpp's."""
 
 _OUTER = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -51,7 +51,14 @@ _INNER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
+# Stacks of experts -> their equal parts in the file.
+_STACKS = {
+    "mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
+    "mlp.experts.down_proj": ("ffn_down_exps",),
+}
+_ROUTER = "ffn_gate_inp"
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
@@ -107,27 +114,35 @@ def convert_to_gguf(loaded: LoadedModel, path: Path) -> None:
     for name, value in loaded.model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        stored = _stored_name(name)
-        wide = value.ndim == 1  # norms and biases are always float32
-        number = TYPE_NUMBERS["f32" if wide else _TYPES[value.dtype]]
-        order = None
-        if kind == "llama" and stored.endswith(("attn_q.weight", "attn_k.weight")):
-            heads = config.num_attention_heads if "attn_q" in stored else config.num_key_value_heads
-            order = interleaved(len(value), heads)
-        tensors.append((TensorEntry(stored, tuple(value.shape), number), partial(_data, value, wide, order)))
+        for stored, part in _stored_parts(name, value):
+            wide = part.ndim == 1 or _ROUTER in stored  # norms, biases and routers are always float32
+            number = TYPE_NUMBERS["f32" if wide else _TYPES[part.dtype]]
+            order = None
+            if kind == "llama" and stored.endswith(("attn_q.weight", "attn_k.weight")):
+                heads = config.num_attention_heads if "attn_q" in stored else config.num_key_value_heads
+                order = interleaved(len(part), heads)
+            tensors.append(
+                (TensorEntry(stored, tuple(part.shape), number), partial(_data, part, wide, order))
+            )
     with atomic_path(path) as temporary:
         temporary.unlink(missing_ok=True)
         write_gguf(temporary, metadata, tensors)
 
 
-def _stored_name(name: str) -> str:
+def _stored_parts(name: str, value: Tensor) -> list[tuple[str, Tensor]]:
+    """The tensors of the file that hold one of the model: itself, or both halves of a stack of experts."""
     if name in _OUTER:
-        return _OUTER[name]
+        return [(_OUTER[name], value)]
     parts = name.split(".")
-    stem = _INNER.get(".".join(parts[3:-1])) if parts[:2] == ["model", "layers"] else None
+    inner = parts[3:] if parts[:2] == ["model", "layers"] else []
+    stack = _STACKS.get(".".join(inner))
+    if stack is not None:
+        halves = value.chunk(len(stack), dim=1)
+        return [(f"blk.{parts[2]}.{stem}.weight", half) for stem, half in zip(stack, halves, strict=True)]
+    stem = _INNER.get(".".join(inner[:-1]))
     if stem is None:
         raise ModelError(f"{name} has no known name in a GGUF file; convert the model with llama.cpp.")
-    return f"blk.{parts[2]}.{stem}.{parts[-1]}"
+    return [(f"blk.{parts[2]}.{stem}.{parts[-1]}", value)]
 
 
 def _data(value: Tensor, wide: bool, order: Tensor | None) -> Any:
@@ -160,12 +175,29 @@ def _architecture(loaded: LoadedModel, config: Any, kind: str) -> dict[str, byte
         "rope.dimension_count": width,
         "vocab_size": config.vocab_size,
     }
+    if kind == "qwen3_moe":
+        own |= _experts(loaded, config)
+    stored = CONVERTED[kind]
     return {
-        "general.architecture": encoded_value(kind),
+        "general.architecture": encoded_value(stored),
         "general.type": encoded_value("model"),
         "general.name": encoded_value(Path(loaded.name).name),
         "general.file_type": encoded_value({"f32": 0, "f16": 1, "bf16": 32}[dense]),
-        **{f"{kind}.{key}": encoded_value(value) for key, value in own.items()},
+        **{f"{stored}.{key}": encoded_value(value) for key, value in own.items()},
+    }
+
+
+def _experts(loaded: LoadedModel, config: Any) -> dict[str, Any]:
+    """Metadata of a mixture of experts; llama.cpp scales their weights to sum to one."""
+    if config.mlp_only_layers or config.decoder_sparse_step != 1 or not config.norm_topk_prob:
+        raise ModelError(
+            f"{loaded.name} has layers without experts, or weights of experts that do not sum to one, which is not "
+            "converted here; convert it with llama.cpp."
+        )
+    return {
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
     }
 
 

@@ -41,7 +41,7 @@ from rco.pipeline.evaluate_allocations import AllocationEvaluator
 from rco.pipeline.jobs import run_jobs
 from rco.pipeline.planning import build_data, open_run, plan_compression, run_folder, slug
 from rco.pipeline.progress import Progress, Silent
-from rco.pipeline.searchers import impq_pair, make_searcher, search_settings
+from rco.pipeline.searchers import impq_pair, make_searcher, search_settings, warm_start
 from rco.runs import available_cores, free_memory
 
 __all__ = [
@@ -290,8 +290,7 @@ class WidthContest(Contest):
         compression.use_differences(prepared.differences if entrant.prior else None, prepared.layer_errors)
         if entrant.prior:
             inputs = compression.search_inputs(problem, "fisher", config.strength)
-            if before is not None:
-                inputs["prior"][torch.arange(len(before)), torch.from_numpy(before)] += config.strength
+            inputs = warm_start(inputs, before, config.strength)
         elif entrant.start == "weight-error":
             inputs = compression.search_inputs(problem, "weight-error", 1.0)
 

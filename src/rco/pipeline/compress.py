@@ -38,7 +38,15 @@ from rco.pipeline.tune_stage import load_tuned, tune_stage
 from rco.report import build_report
 from rco.runs import RunDirectory, RunError
 
-__all__ = ["Outcome", "compress", "evaluate_result", "method_label", "write_checkpoint"]
+__all__ = [
+    "Outcome",
+    "compress",
+    "evaluate_result",
+    "make_candidates",
+    "measure_options",
+    "method_label",
+    "write_checkpoint",
+]
 
 
 @dataclass(frozen=True)
@@ -92,8 +100,8 @@ def _lead(
     compression, ranks = planned.compression, planned.ranks
     with open_run(config, planned.folder, planned.loaded) as run:
         run.write_problem(planned.problem)
-        _make_candidates(planned, data, run)
-        known = _measure_options(config, planned, data, run, progress)
+        make_candidates(planned, data, run)
+        known = measure_options(config, planned, data, run, progress)
         result = _search(config, planned, data, run, progress, known)
         run.update_metrics(describe(config, planned, result, run.metrics))
         with _timed(run, "tuning") if "tuning" not in run.metrics else nullcontext():
@@ -113,7 +121,7 @@ def _lead(
 # ------------------------------------------------------------------------ before the search
 
 
-def _make_candidates(planned: Planned, data: DataSplits, run: RunDirectory) -> None:
+def make_candidates(planned: Planned, data: DataSplits, run: RunDirectory) -> None:
     """Make packed options in the store; does nothing if experts are only kept or removed."""
     compression = planned.compression
     if compression.plan.removes_only:
@@ -124,7 +132,7 @@ def _make_candidates(planned: Planned, data: DataSplits, run: RunDirectory) -> N
         compression.candidates(data.search)
 
 
-def _measure_options(
+def measure_options(
     config: CompressConfig, planned: Planned, data: DataSplits, run: RunDirectory, progress: Progress
 ) -> dict[str, Tensor]:
     """Set the compression's sensitivities, read from the run if present; returns tables for the objective."""

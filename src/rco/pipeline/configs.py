@@ -23,6 +23,7 @@ __all__ = [
     "CompressConfig",
     "EvaluateConfig",
     "ExportConfig",
+    "FrontierConfig",
     "PruneConfig",
     "QuantizeConfig",
     "SearchProcesses",
@@ -387,6 +388,64 @@ class QuantizeConfig(CompressConfig):
             described.pop(name)
         for name in ("store", "imatrix"):
             described[name] = str(getattr(self, name)) if getattr(self, name) else None
+        return described
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontierConfig(QuantizeConfig):
+    """Checkpoints of several sizes from one set of candidates; the flags of ``rco frontier``."""
+
+    sizes: str = setting(
+        "",
+        help="Sizes of the checkpoints: a list such as 600MB,0.8GB,llama-q4_k_m, or a range such as 0.6GB..1.2GB.",
+        panel="Budget",
+    )
+    points: int = setting(7, help="Sizes of a range, both ends included.", panel="Budget", least=2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tune not in ("auto", "off") or self.tune_tokens is not None:
+            raise ValueError(
+                "A frontier is searched, not tuned: leave out `tune` and `tune_tokens`, and tune the size that you "
+                "choose with `rco quantize`."
+            )
+
+    @property
+    def mixes(self) -> list[str]:
+        """Names that may be mixtures of llama.cpp."""
+        return [part.strip() for part in self.sizes.split(",")]
+
+    def listed(self) -> list[str]:
+        """Sizes as typed, or the bytes of a range's sizes."""
+        from rco.compression.file_size import parse_size
+
+        named = [name for name, value in self.budgets().items() if value is not None]
+        if named or not self.sizes.strip():
+            raise ValueError(
+                f"Give the sizes of a frontier as `sizes`, such as 0.6GB..1.2GB, and no other budget; got "
+                f"`sizes={self.sizes!r}`{''.join(f' and `{name}`' for name in named)}."
+            )
+        if ".." not in self.sizes:
+            return [part for part in self.mixes if part]
+        low, high = (parse_size(end) for end in self.sizes.split("..", 1))
+        if low >= high:
+            raise ValueError(f"A range of `sizes` begins with the smaller one, got {self.sizes!r}.")
+        return [str(low + (high - low) * k // (self.points - 1)) for k in range(self.points)]
+
+    def single(self, size: str) -> FrontierConfig:
+        """The same settings for one of the sizes."""
+        return dataclasses.replace(self, size=size, tune="off")
+
+    def folder(self) -> Path:
+        """Folder of the frontier."""
+        name = f"frontier-{Path(self.model).name}-{self.sizes}"
+        return self.out or Path("runs") / "".join(c if c.isalnum() or c in "-._" else "-" for c in name)
+
+    def identity(self) -> dict[str, Any]:
+        """As for a run; sizes may be added later."""
+        described = super().identity()
+        for name in ("sizes", "points", "store"):
+            described.pop(name)
         return described
 
 

@@ -6,13 +6,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from rco import registry
 from rco.compression.plan import CompressionPlan
 from rco.core.problem import AllocationProblem
 from rco.core.search import PRINTED
 from rco.pipeline.configs import PLAIN, TAU, CompressConfig
 
-__all__ = ["configured_searcher", "impq_pair", "make_searcher", "search_settings"]
+__all__ = ["configured_searcher", "impq_pair", "make_searcher", "search_settings", "warm_start"]
 
 _IMPQ_WIDTHS = (2, 4)  # as in its paper
 
@@ -66,3 +70,12 @@ def impq_pair(plan: CompressionPlan, problem: AllocationProblem) -> tuple[int, i
     costs = problem.unit_costs[0]
     between = costs[:, low].sum() <= problem.unit_budgets[0] < costs[:, high].sum()
     return (low, high) if between and problem.allowed[:, [low, high]].all() else None
+
+
+def warm_start(inputs: dict[str, Tensor], before: np.ndarray | None, strength: float) -> dict[str, Tensor]:
+    """Inputs of a search whose prior favours an allocation found at another budget; unchanged if there is none."""
+    if before is None or "prior" not in inputs:
+        return inputs
+    prior = inputs["prior"].clone()
+    prior[torch.arange(len(before)), torch.from_numpy(before)] += strength
+    return {**inputs, "prior": prior}
