@@ -4,8 +4,8 @@
 
 For every tensor and type, the KL that the type alone would cost is predicted from Fisher sensitivities. The best
 allocation under these losses is solved exactly at sizes from near the smallest file to one in q6_k, with all types
-and without some. Types are left out one by one, the one with the least effect first, as long as the loss of no model
-rises by more than 1 % at any size. A type without which a size cannot be reached stays.
+and without some. Types are left out one by one, the one with the least effect first, as long as the loss of no
+model rises by more than 1 % at any size. A type without which a size cannot be reached stays.
 """
 
 import argparse
