@@ -2,7 +2,7 @@
 
     python benchmarks/tuning.py run --parts parts.jsonl --model tiny-llama --bits 2.5 --workers 2
     python benchmarks/tuning.py run --parts parts.jsonl --model tiny-llama,DIR --text DIR --tasks DIR --device cuda
-    python benchmarks/tuning.py auto-round --model DIR --bits 2,3,4 --out DIR  (needs the package auto-round)
+    python benchmarks/tuning.py auto-round --model DIR --text DIR --out DIR  (needs the package auto-round)
     python benchmarks/tuning.py merge parts.jsonl [more.jsonl ...]
 
 A part is one (model, bits, seed, allocation, way). Allocations:
@@ -36,11 +36,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from parts import SearchSettings, merge_parts, run_parts, settings_from
+from parts import DOMAINS, SearchSettings, merge_parts, run_parts, settings_from
 
 RESULTS = Path(__file__).parent / "results"
 OTHERS = "en_wiki,js_code"
 WIKITEXT = "wikitext2.validation.txt"
+PASSAGE = 5000  # characters
 WAYS = "none,straight-through,scales,blocks,sign,sign-blocks,gumbel,gumbel-blocks"
 
 
@@ -339,12 +340,13 @@ def work(settings, model, bits, seed, kind, way):
     from rco.models.precision import computing_in
 
     began = time.perf_counter()
-    config, planned, texts = planned_data(settings, model, bits, seed)
+    _, planned, texts = planned_data(settings, model, bits, seed)
     compression, loaded, data, text = planned.compression, planned.loaded, texts.splits, texts.tuning
     judge = Judge(settings, loaded, texts.judged, compression.compute_dtype)
     if way == "auto-round":
         folder = Path(settings.peers) / f"{Path(model).name}-{bits}"
-        other = load_model(folder, device=settings.device)
+        (checkpoint,) = (each.parent for each in folder.glob("*/config.json"))
+        other = load_model(checkpoint, device=settings.device)
         told = json.loads((folder / "auto_round.json").read_text())
         with computing_in(other.model, compression.compute_dtype):
             return {**judge.measure(other), **told}
@@ -353,13 +355,15 @@ def work(settings, model, bits, seed, kind, way):
     label = ""
     if way.startswith("before"):
         label = "-tuned-before"
-        packed = tuned_widths(settings, config, planned, text, selection, seed)
+        packed, tuned_tokens, tuned_seconds = tuned_widths(settings, planned, text, selection, seed)
         prepare_seed(settings, model, seed, [bits], packed, label)
         compression.set_packed(packed)
     allocation, seconds = chosen_allocation(settings, planned, model, bits, seed, kind, label)
     source, weights = compression.deployed(allocation)
     record = {"seconds": seconds, "bits": float(compression.average_width(allocation))}
     if way == "none" or way.startswith("before"):
+        if label:
+            record |= {"tokens": tuned_tokens, "seconds": {**seconds, "tuning": tuned_seconds}}
         with compression.apply(allocation):
             return {**record, **judge.measure(loaded), "total_seconds": time.perf_counter() - began}
     options, make = way_settings(way, settings, seed)
@@ -385,8 +389,8 @@ def work(settings, model, bits, seed, kind, way):
     }
 
 
-def tuned_widths(settings, config, planned, text, selection, seed):
-    """Candidates of every width, each tuned block by block as a uniform allocation."""
+def tuned_widths(settings, planned, text, selection, seed):
+    """Candidates of every width, each tuned block by block as a uniform allocation; tokens and seconds of it."""
     import numpy as np
 
     from rco.compression.tuning import TuningText, tune
@@ -395,6 +399,7 @@ def tuned_widths(settings, config, planned, text, selection, seed):
     compression = planned.compression
     options, make = way_settings("blocks", settings, seed)
     training, packed = TuningText(text, compression.reference(text)), compression.packed()
+    tokens, seconds = 0, 0.0
     for column, option in enumerate(compression.plan.options):
         if option not in compression.plan.packed or option.bits > 4:
             continue
@@ -404,10 +409,11 @@ def tuned_widths(settings, config, planned, text, selection, seed):
             found = tune(
                 planned.loaded, weights, compression.full_head(), training, selection, options, make=make
             )
+        tokens, seconds = tokens + found.tokens, seconds + found.seconds
         mine = compression.tuned(allocation, found.weights).packed()
         label = compression.plan.label(option)
         packed = {name: {**each, label: mine[name][label]} for name, each in packed.items()}
-    return packed
+    return packed, tokens, seconds
 
 
 # ------------------------------------------------------------------------ commands
@@ -448,11 +454,23 @@ def run(arguments):
     )
 
 
+def text_passages(folder, domains, count):
+    """Passages from equally spaced places of every domain, one domain after the other, each beyond 512 tokens."""
+    found = []
+    for index in range(count):
+        name, turns = domains[index % len(domains)], -(-count // len(domains))
+        text = (Path(folder) / f"{name}.calibration.txt").read_text()
+        start = (len(text) - PASSAGE) * (index // len(domains)) // turns
+        found.append(text[start : start + PASSAGE])
+    return found
+
+
 def auto_round(arguments):
-    """Dense checkpoints with the weights of AutoRound at uniform widths."""
+    """Dense checkpoints with the weights of AutoRound at uniform widths, trained on the text of --domains."""
     from auto_round import AutoRound
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    passages = text_passages(arguments.text, arguments.domains.split(","), arguments.nsamples)
     for bits in arguments.bits.split(","):
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto")
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
@@ -466,7 +484,7 @@ def auto_round(arguments):
             iters=arguments.iters,
             nsamples=arguments.nsamples,
             seqlen=arguments.length,
-            dataset=arguments.dataset,
+            dataset=passages,
             device_map=arguments.device,
         )
         out = Path(arguments.out) / f"{Path(arguments.model).name}-{bits}"
@@ -559,9 +577,8 @@ def main():
     peer.add_argument("--iters", type=int, default=200)
     peer.add_argument("--nsamples", type=int, default=128)
     peer.add_argument("--length", type=int, default=512)
-    peer.add_argument(
-        "--dataset", required=True, help="a JSON file of texts, or a name that auto-round knows"
-    )
+    peer.add_argument("--text", required=True, help="folder of NAME.calibration.txt")
+    peer.add_argument("--domains", default=DOMAINS)
     peer.add_argument("--device", default="cpu")
     end = commands.add_parser("merge")
     end.add_argument("parts", type=Path, nargs="+")
