@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rco.lazy_names import lazy_names
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time names load on first use
     from rco.api import evaluate as evaluate
@@ -59,12 +60,4 @@ try:
 except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0.2.0"
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'rco' has no attribute {name!r}; it offers {', '.join(__all__)}")
-    return getattr(importlib.import_module(_EXPORTS[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, {**_EXPORTS, "__version__": __name__})

@@ -111,7 +111,7 @@ def test_options_of_a_row_never_make_llama_cpp_fall_back(columns):
             assert width != 16
             assert columns % 256
         else:
-            assert written_type(kind.name, columns) is kind
+            assert written_type(kind.name, columns) == kind.name
             assert kind.scheme == ORIGINAL or kind.scheme.bits == width
 
 
@@ -124,7 +124,7 @@ def test_options_of_a_row_never_make_llama_cpp_fall_back(columns):
     ],
 )  # fmt: skip
 def test_fallbacks_of_llama_cpp(asked, columns, written):
-    assert written_type(asked, columns).name == written
+    assert written_type(asked, columns) == written
 
 
 # --------------------------------------------------------------------------------- the names

@@ -40,10 +40,10 @@ class PenalizedOptimizer:
         *,
         surface: Surface = "==",
         lr: float,
-        multiplier_lr: float,
-        rho: float,
-        growth: float,
-        patience: int,
+        multiplier_lr: float = 0.0,
+        rho: float = 0.0,
+        growth: float = 1.0,
+        patience: int = 1,
     ) -> None:
         self.problem = problem
         self._one_sided = surface == "<="
@@ -124,16 +124,7 @@ class Penalty(GumbelSearch):
 
     def make_optimizer(self, problem: AllocationProblem, prior: Tensor, surface: Surface) -> LogitOptimizer:
         """Adam with a fixed penalty."""
-        return PenalizedOptimizer(
-            problem,
-            prior,
-            surface=surface,
-            lr=self.lr,
-            multiplier_lr=0.0,
-            rho=self.rho,
-            growth=1.0,
-            patience=1,
-        )
+        return PenalizedOptimizer(problem, prior, surface=surface, lr=self.lr, rho=self.rho)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,14 +137,7 @@ class Lagrangian(GumbelSearch):
     def make_optimizer(self, problem: AllocationProblem, prior: Tensor, surface: Surface) -> LogitOptimizer:
         """Adam with multipliers."""
         return PenalizedOptimizer(
-            problem,
-            prior,
-            surface=surface,
-            lr=self.lr,
-            multiplier_lr=self.multiplier_lr,
-            rho=0.0,
-            growth=1.0,
-            patience=1,
+            problem, prior, surface=surface, lr=self.lr, multiplier_lr=self.multiplier_lr
         )
 
 
@@ -173,7 +157,6 @@ class AugmentedLagrangian(GumbelSearch):
             prior,
             surface=surface,
             lr=self.lr,
-            multiplier_lr=0.0,
             rho=self.rho,
             growth=self.growth,
             patience=self.patience,

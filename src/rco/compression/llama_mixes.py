@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from rco.compression.gguf_target import GGUFTarget
+from rco.compression.llama_quantize import written_type
 from rco.compression.plan import CompressionPlan
 from rco.formats.ggml.block_types import BLOCK_TYPES
 from rco.models.gguf_file import GGUFReader, TensorEntry
@@ -18,11 +19,6 @@ __all__ = ["MIXES", "is_mix", "mix_bytes", "mix_choices", "mix_types", "needed_t
 
 _PURE = "pure-"
 
-# Types for rows that are no multiple of 256.
-_FALLBACK = {
-    **dict.fromkeys(("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs"), "iq4_nl"),
-    "q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0",
-}  # fmt: skip
 _VALUES = ("attn_v", "attn_qkv", "attn_kv_b")  # tensors that hold the values of attention
 _EIGHT_EXPERTS = 8  # Mixtral has rules of its own
 
@@ -157,7 +153,7 @@ def mix_types(name: str, reader: GGUFReader, *, importance: bool = True) -> dict
     for entry in matrices:
         kind = _kind(entry)
         if pure:
-            found[entry.name] = _fitting(mix.default, entry.columns)
+            found[entry.name] = written_type(mix.default, entry.columns)
             continue
         if kind == "output" or (kind == "token_embd" and tied):
             found[entry.name] = mix.output if entry.columns % 256 == 0 else "q8_0"
@@ -169,7 +165,7 @@ def mix_types(name: str, reader: GGUFReader, *, importance: bool = True) -> dict
             chosen = "q8_0"
         elif experts == _EIGHT_EXPERTS and kind == "attn_output":
             chosen = mix.eight_experts_output
-        found[entry.name] = _fitting(chosen, entry.columns)
+        found[entry.name] = written_type(chosen, entry.columns)
     return found
 
 
@@ -238,10 +234,3 @@ def _kind(entry: TensorEntry) -> str:
     if stem in _VALUES:
         return "value"
     return "ffn_down" if stem.startswith("ffn_down") else stem
-
-
-def _fitting(kind: str, columns: int) -> str:
-    if columns % BLOCK_TYPES[kind].block == 0:
-        return kind
-    spare = _FALLBACK.get(kind, kind)
-    return spare if columns % BLOCK_TYPES[spare].block == 0 else "f16"

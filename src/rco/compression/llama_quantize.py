@@ -97,9 +97,12 @@ _OF_256 = {2: "q2_k", 3: "q3_k", 4: "q4_k", 5: "q5_k", 6: "q6_k", 8: "q8_0"}
 _OF_32 = {4: "q4_0", 5: "q5_0", 8: "q8_0"}
 GGUF_WIDTHS = tuple(_OF_256)
 
-# Fallback types of llama.cpp for rows that are not a multiple of 256, as of the release named in docs/engines.md.
-# Earlier releases use iq4_nl, of the same size, for q2_k and q3_k.
-_FALLBACK = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+# Types that llama.cpp writes instead for rows that are no multiple of 256, as of the release named in
+# docs/engines.md. Earlier releases use iq4_nl, of the same size, for q2_k and q3_k.
+_FALLBACK = {
+    **dict.fromkeys(("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs"), "iq4_nl"),
+    "q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0",
+}  # fmt: skip
 
 
 def block_type(width: int, columns: int, dense: str = "f16") -> RecipeType | None:
@@ -117,12 +120,12 @@ def block_type(width: int, columns: int, dense: str = "f16") -> RecipeType | Non
     return kind if kind is not None and kind.fits(columns) else None
 
 
-def written_type(asked: str, columns: int) -> RecipeType:
-    """The type that llama.cpp writes for a requested one: the same, or its fallback."""
-    kind = RECIPE_TYPES[asked]
-    if not kind.fits(columns):
-        kind = RECIPE_TYPES[_FALLBACK.get(asked, asked)]
-    return kind if kind.fits(columns) else RECIPE_TYPES["f16"]
+def written_type(asked: str, columns: int) -> str:
+    """The type that llama.cpp writes for a requested one: the same, its fallback, or f16."""
+    for name in (asked, _FALLBACK.get(asked, asked)):
+        if name in FLOAT_TYPES or columns % BLOCK_TYPES[name].block == 0:
+            return name
+    return "f16"
 
 
 ALIGNMENT = 32  # bytes; every tensor begins at a multiple

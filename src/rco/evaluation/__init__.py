@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from rco.lazy_names import lazy_names
 
 _EXPORTS = {
     "EvaluationError": "rco.evaluation.statistics",
@@ -22,15 +21,4 @@ _EXPORTS = {
 }
 
 __all__ = sorted(_EXPORTS)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(
-            f"module 'rco.evaluation' has no attribute {name!r}; it offers {', '.join(__all__)}"
-        )
-    return getattr(importlib.import_module(_EXPORTS[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

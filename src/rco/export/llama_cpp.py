@@ -107,5 +107,5 @@ def types_written(text: str, columns: Mapping[str, int]) -> dict[str, str]:
     for name, length in columns.items():
         asked = next((kind for pattern, kind in rules if pattern.search(name)), None)
         if asked is not None:
-            written[name] = written_type(asked, length).name
+            written[name] = written_type(asked, length)
     return written

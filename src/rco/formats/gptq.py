@@ -296,6 +296,29 @@ def block_edges(cols: int, group: int, block: int) -> list[int]:
     return edges
 
 
+@dataclass(frozen=True)
+class ColumnBlock:
+    """Columns that are quantized before the errors are passed on to later ones.
+
+    Attributes:
+        current: The weight under each grid, (rows, in), with all corrections so far.
+        factor: (width, width) part of the factor of the inverse Hessian.
+        importance: (in,) importance of every column, for fitted ranges.
+        start: The first column.
+        groups: (width,) group of every column.
+        ends: Per column, the end of the group that starts there and is to be fitted; 0 if none does.
+        grids: The grids.
+    """
+
+    current: Sequence[Tensor]
+    factor: Tensor
+    importance: Tensor
+    start: int
+    groups: Tensor
+    ends: Sequence[int]
+    grids: Sequence[IntegerGrid]
+
+
 def run_columns(
     values: Tensor,
     factors: Factors,
@@ -322,8 +345,10 @@ def run_columns(
     for start, end in itertools.pairwise(block_edges(cols, size if fit else 1, block)):
         ends = _group_ends(start, end, size, cols) if fit else [0] * (end - start)
         share = factors.inverse_root[start:end, start:end].contiguous()
-        groups = group_of[start:end].contiguous()
-        errors = step(current, share, importance, start, groups, ends, grids, settings, solution)
+        columns = ColumnBlock(
+            current, share, importance, start, group_of[start:end].contiguous(), ends, grids
+        )
+        errors = step(columns, settings, solution)
         for weight, error in zip(current, errors, strict=True):
             weight[:, end:].addmm_(error, factors.inverse_root[start:end, end:], alpha=-1.0)
     if order is not None:
@@ -336,22 +361,13 @@ def _group_ends(start: int, end: int, size: int, cols: int) -> list[int]:
     return [min(col + size, cols) if col % size == 0 else 0 for col in range(start, end)]
 
 
-def _columns_compiled(
-    current: list[Tensor],
-    factor: Tensor,
-    importance: Tensor,
-    start: int,
-    groups: Tensor,
-    ends: list[int],
-    grids: Sequence[IntegerGrid],
-    settings: FitSettings,
-    solution: Solution,
-) -> list[Tensor]:
+def _columns_compiled(block: ColumnBlock, settings: FitSettings, solution: Solution) -> list[Tensor]:
     """Quantize a block of columns for every grid; returns the errors for later columns to compensate."""
+    current, factor, grids = block.current, block.factor, block.grids
     rows, width = current[0].shape[0], factor.shape[0]
     errors = [torch.empty(rows, width, dtype=factor.dtype) for _ in grids]
-    share, columns = factor.numpy(), importance.numpy()
-    group_of, fits = groups.numpy(), np.array(ends, dtype=np.int64)
+    share, columns = factor.numpy(), block.importance.numpy()
+    group_of, fits = block.groups.numpy(), np.array(block.ends, dtype=np.int64)
     tables = [
         (
             current[k].numpy(), grid, np.array(settings.limits(grid, factor.dtype), dtype=share.dtype),
@@ -367,7 +383,7 @@ def _columns_compiled(
                 weight[a:b],
                 share,
                 columns,
-                start,
+                block.start,
                 group_of,
                 fits,
                 grid.bits,
@@ -386,19 +402,10 @@ def _columns_compiled(
     return errors
 
 
-def _columns_torch(
-    current: list[Tensor],
-    factor: Tensor,
-    importance: Tensor,
-    start: int,
-    groups: Tensor,
-    ends: list[int],
-    grids: Sequence[IntegerGrid],
-    settings: FitSettings,
-    solution: Solution,
-) -> list[Tensor]:
+def _columns_torch(block: ColumnBlock, settings: FitSettings, solution: Solution) -> list[Tensor]:
     """The same with all grids in one batch, for devices where each operation has a fixed cost."""
-    width = factor.shape[0]
+    current, factor, grids, groups = block.current, block.factor, block.grids, block.groups
+    start, width = block.start, factor.shape[0]
     tile = torch.stack([weight[:, start : start + width] for weight in current])
     scales, zeros, errors = torch.ones_like(tile), torch.zeros_like(tile), torch.empty_like(tile)
     top = torch.tensor([[(1 << grid.bits) - 1] for grid in grids], dtype=tile.dtype, device=tile.device)
@@ -409,14 +416,14 @@ def _columns_torch(
             zeros[k, :, first:last] = solution.zeros[k][:, groups[first:last]].to(tile.dtype)
 
     # Up to the first group that starts in this block, ranges are known.
-    spread(0, next((j for j, end in enumerate(ends) if end), width))
-    for j, end in enumerate(ends):
+    spread(0, next((j for j, end in enumerate(block.ends) if end), width))
+    for j, end in enumerate(block.ends):
         if end:
             inside = min(end - start, width)
             for k, grid in enumerate(grids):
                 values = torch.cat([tile[k, :, j:inside], current[k][:, start + inside : end]], dim=1)
                 whole = replace(grid, group_size=None)
-                scale, zero = fit_groups(values, whole, settings, importance[start + j : end])
+                scale, zero = fit_groups(values, whole, settings, block.importance[start + j : end])
                 solution.scales[k][:, groups[j]] = scale[:, 0]
                 solution.zeros[k][:, groups[j]] = zero[:, 0]
             spread(j, inside)
@@ -433,32 +440,23 @@ def _columns_torch(
     return list(errors.unbind(0))
 
 
-def _columns_triton(
-    current: list[Tensor],
-    factor: Tensor,
-    importance: Tensor,
-    start: int,
-    groups: Tensor,
-    ends: list[int],
-    grids: Sequence[IntegerGrid],
-    settings: FitSettings,
-    solution: Solution,
-) -> list[Tensor]:
+def _columns_triton(block: ColumnBlock, settings: FitSettings, solution: Solution) -> list[Tensor]:
     """The same with one launch for a block's columns, and one before it where a group starts."""
     from rco.formats import gptq_kernels_triton
 
-    errors = []
-    for k, grid in enumerate(grids):
+    errors, current, start = [], block.current, block.start
+    for k, grid in enumerate(block.grids):
         scales, zeros, codes = solution.scales[k], solution.zeros[k], solution.codes[k]
-        if ends[0]:
+        if block.ends[0]:
             size = grid.columns_per_group(current[k].shape[1])
-            fit_span(current[k], (start, ends[0]), grid, settings, importance, scales, zeros, start // size)
+            span = (start, block.ends[0])
+            fit_span(current[k], span, grid, settings, block.importance, scales, zeros, start // size)
         errors.append(
             gptq_kernels_triton.columns(
                 current[k],
-                factor,
+                block.factor,
                 start,
-                groups,
+                block.groups,
                 grid.bits,
                 settings.storage_dtype,
                 scales,
