@@ -23,7 +23,8 @@ SHARE = (
 OTHERS = (
     "aria_text", "axk1", "bailing_hybrid", "cohere2_moe", "deepseek_v32", "exaone_moe", "flex_olmo", "flint",
     "glm4_moe_lite", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v4", "kimi_linear", "laguna",
-    "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "qwen4_exp_text", "solar_open",
+    "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "nemotron_h", "qwen4_exp_text",
+    "solar_open",
 )  # fmt: skip
 UNKNOWN = ("axk2", "deepseek_v4", "ernie4_5_moe", "inkling_text", "kolibri1", "phimoe", "zaya")
 EXPERTS = {name: 8 for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")}

@@ -467,7 +467,7 @@ class ExpertImportances:
 
     def matrices(self, down: bool) -> Tensor:
         """(experts, in) importances of the down projections, or of gate and up."""
-        found = self._means["down" if down else "gate"]
+        found = next(means for kind, means in self._means.items() if (kind == "down") == down)
         assert found is not None
         return found
 
@@ -508,7 +508,7 @@ def quantize_experts(
     """
     candidates: dict[str, Options] = {}
     statistics: dict[str, Statistics] = {}
-    for name, stack in zip(("gate_up_proj", "down_proj"), original_stacks(layer), strict=True):
+    for name, stack in zip(layer.architecture.stacks, original_stacks(layer), strict=True):
         key = f"{layer.experts_name}.{name}"
         matrices = None if hessians is None else hessians.matrices(down=name == "down_proj")
         parts: list[list[Stored]] = []
@@ -557,7 +557,7 @@ def packed_candidate(packed: Mapping[str, Mapping[str, Stored]], info: LinearInf
     """One linear's candidate; an expert's is cut out of its layer's stack."""
     if not isinstance(info, ExpertLinear):
         return packed[info.name][label]
-    parts = 1 if info.projection == "down" else 2
+    parts = 1 if info.projection == "down" else len(info.layer.architecture.kinds) - 1
     start = (info.expert * parts + info.part) * info.out_features
     return packed[info.stored_in][label].rows(start, start + info.out_features)
 
@@ -606,7 +606,7 @@ def recorded(
     """A statistic of one linear. Gate and up are quantized as one matrix, whose value is reported for the gate."""
     if not isinstance(info, ExpertLinear):
         return float(statistics(info.name, label)[key])
-    return 0.0 if info.projection == "up" else float(statistics(info.stored_in, label)[key][info.expert])
+    return 0.0 if info.part else float(statistics(info.stored_in, label)[key][info.expert])
 
 
 def kept_experts(plan: CompressionPlan, choices: Mapping[str, Format]) -> dict[int, list[int]]:
@@ -614,7 +614,7 @@ def kept_experts(plan: CompressionPlan, choices: Mapping[str, Format]) -> dict[i
     kept: dict[int, list[int]] = {}
     pruned: set[int] = set()
     for info in plan.experts:
-        if info.projection != "gate":
+        if info.projection != "down":
             continue
         if choices[info.name] == REMOVED:
             pruned.add(info.layer.index)

@@ -754,7 +754,7 @@ def _expert_group_name(members: Sequence[ExpertLinear]) -> str:
         return re.sub(r"\.\d+\.", ".*.", layer.experts_name)
     numbers = {member.expert for member in members}
     kinds = list(dict.fromkeys(member.projection for member in members))
-    own = dict(zip(("gate", "up", "down"), layer.architecture.projections, strict=True))
+    own = dict(zip(layer.architecture.kinds, layer.architecture.projections, strict=True))
     part = "" if len(kinds) == len(own) else "." + "+".join(own[kind] for kind in kinds)
     if len(numbers) == 1:
         return f"{layer.experts_name}.{members[0].expert}{part}"

@@ -29,8 +29,6 @@ from rco.models.switchable_model import GatedModel, gate_choices, make_switchabl
 
 __all__ = ["SwitchedModel", "expert_options", "full_head", "option_list", "switched_model"]
 
-_PARTS = {"gate": 0, "up": 1, "down": 2}
-
 
 class SwitchedModel:
     """A model inside :func:`switched_model`.
@@ -225,8 +223,9 @@ def expert_options(
         for info in group.members:
             if isinstance(info, ExpertLinear):
                 index, count = info.layer.index, info.layer.num_experts
-                places = rows.setdefault(index, np.full((count, 3), -1, dtype=np.int64))
-                places[info.expert, _PARTS[info.projection]] = row
+                kinds = info.layer.architecture.kinds
+                places = rows.setdefault(index, np.full((count, len(kinds)), -1, dtype=np.int64))
+                places[info.expert, kinds.index(info.projection)] = row
                 if group.switched:
                     layers[index] = info.layer
     rows = {index: rows[index] for index in layers}
@@ -236,7 +235,7 @@ def expert_options(
     for index, layer in layers.items():
         stacks = [
             option_list(plan, packed[f"{layer.experts_name}.{stack}"], columns)
-            for stack in ("gate_up_proj", "down_proj")
+            for stack in layer.architecture.stacks
         ]
         if wanted is not None:
             taken = wanted[np.unique(rows[index])].any(axis=0)

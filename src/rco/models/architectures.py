@@ -59,7 +59,7 @@ _DENSE_LINEARS = """
 _PACKED_EXPERTS = """
     afmoe axk1 axk2 bailing_hybrid cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1
     ernie4_5_moe exaone_moe flex_olmo flint glm4_moe glm4_moe_lite glm_moe_dsa hunyuan_v1_moe hy_v3
-    jamba kimi_linear kolibri1 laguna lfm2_moe mellum mimo_v2_flash minimax minimax_m2 mixtral olmoe
+    jamba kimi_linear kolibri1 laguna lfm2_moe mellum mimo_v2_flash minimax minimax_m2 mixtral nemotron_h olmoe
     phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp_text solar_open
 """
 _STACKED_EXPERTS = """
@@ -67,7 +67,7 @@ _STACKED_EXPERTS = """
     minimax_m3_vl_text zaya
 """
 _UNREAD_EXPERTS = """
-    inkling_text jetmoe llama4_text longcat_flash nemotron_h
+    inkling_text jetmoe llama4_text longcat_flash
 """
 _DENSE_CHECKPOINTS = """
     falcon gpt-sw3 gpt2 llama4_text modernbert-decoder openai-gpt recurrent_gemma rwkv xlstm

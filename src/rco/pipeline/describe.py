@@ -133,11 +133,13 @@ def _expert_widths(compression: Compression, allocation: Allocation) -> dict[str
             info.layer.index,
             {
                 "layer": info.layer.decoder_index,
-                "widths": [[0, 0, 0] for _ in range(info.layer.num_experts)],
+                "widths": [[0] * len(info.layer.architecture.kinds) for _ in range(info.layer.num_experts)],
                 "frequency": [seen / max(visits.tokens, 1) for seen in visits.experts[info.layer.index]],
             },
         )
-        layer["widths"][info.expert][("gate", "up", "down").index(info.projection)] = choices[info.name].bits
+        layer["widths"][info.expert][info.layer.architecture.kinds.index(info.projection)] = choices[
+            info.name
+        ].bits
     return {
         "expert_widths": {
             "layers": list(layers.values()),

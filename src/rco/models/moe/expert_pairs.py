@@ -37,7 +37,7 @@ class ExpertWeights:
     """The experts of one layer as stacked matrices that multiply from the right.
 
     Attributes:
-        up: (experts, width, 2 x inner) view of gate and up projection.
+        up: (experts, width, 2 x inner) view of gate and up projection; (experts, width, inner) without a gate.
         down: (experts, inner, width) view.
         up_bias: (experts, 2 x inner) or None.
         down_bias: (experts, width) or None.
@@ -94,16 +94,18 @@ def expert_weights(experts: nn.Module, *, trained: bool = False) -> ExpertWeight
     if isinstance(experts, nn.ModuleList):
         return _stack(experts)
     module: Any = experts
-    up, down = module.gate_up_proj, module.down_proj
+    gated = getattr(module, "has_gate", True)
+    name = "gate_up_proj" if gated else "up_proj"
+    up, down = getattr(module, name), module.down_proj
     if not getattr(module, "is_transposed", False):
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     has_bias = bool(getattr(module, "has_bias", False))
     return ExpertWeights(
         up if trained else up.detach(),
         down if trained else down.detach(),
-        module.gate_up_proj_bias.detach() if has_bias else None,
+        getattr(module, f"{name}_bias").detach() if has_bias else None,
         module.down_proj_bias.detach() if has_bias else None,
-        module._apply_gate,
+        module._apply_gate if gated else module.act_fn,
     )
 
 

@@ -165,7 +165,12 @@ def layer_output_errors(
     """
     shared = shared or {}
     totals = {
-        index: torch.zeros(layer.layer.num_experts, 3, layer.num_options, dtype=torch.float64)
+        index: torch.zeros(
+            layer.layer.num_experts,
+            len(layer.layer.architecture.kinds),
+            layer.num_options,
+            dtype=torch.float64,
+        )
         for index, layer in options.items()
     }
     shared_totals: dict[int, dict[str, Tensor]] = {index: {} for index in shared}
@@ -203,8 +208,11 @@ def _changes(options: ExpertOptions, hidden: Tensor, routing: Routing) -> Tensor
     rise = _rise(seen, pairs, own)
     inner = own.activate(rise)
     out = grouped_linear(inner, own.down, pairs.ends)
-    half = rise.shape[1] // 2
-    result = torch.zeros(layer.num_experts, 3, options.num_options, dtype=torch.float64, device=hidden.device)
+    kinds = len(layer.architecture.kinds)
+    inside = rise.shape[1] // (kinds - 1)
+    result = torch.zeros(
+        layer.num_experts, kinds, options.num_options, dtype=torch.float64, device=hidden.device
+    )
 
     def note(part: int, k: int, changed: Tensor) -> None:
         squares = (changed - out).double().square().sum(dim=1) * weight.square()
@@ -213,14 +221,15 @@ def _changes(options: ExpertOptions, hidden: Tensor, routing: Routing) -> Tensor
     for k in range(options.num_options):
         if options.up[k] is None:
             continue
-        everywhere = np.full((layer.num_experts, 3), k, dtype=np.int64)
+        everywhere = np.full((layer.num_experts, kinds), k, dtype=np.int64)
         rounded = options.decode(PlacedChoices.of(everywhere, options.device))
         moved = _rise(seen, pairs, rounded)
-        for part, columns in ((0, slice(0, half)), (1, slice(half, None))):
+        for part in range(kinds - 1):
+            columns = slice(part * inside, (part + 1) * inside)
             mixed = rise.clone()
             mixed[:, columns] = moved[:, columns]
             note(part, k, grouped_linear(own.activate(mixed), own.down, pairs.ends))
-        note(2, k, grouped_linear(inner, rounded.down, pairs.ends))
+        note(kinds - 1, k, grouped_linear(inner, rounded.down, pairs.ends))
     return result
 
 

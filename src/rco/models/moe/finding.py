@@ -96,13 +96,15 @@ class _Facts:
 def _facts(model: nn.Module, place: str, block: nn.Module, child: str, experts: nn.Module) -> _Facts | str:
     """Facts about the experts of a layer, or the reason why they cannot be used."""
     own = dict(experts.named_parameters(recurse=False))
-    up, down = own.get("gate_up_proj"), own.get("down_proj")
+    gated = getattr(experts, "has_gate", True)
+    rising = "gate_up_proj" if gated else "up_proj"
+    up, down = own.get(rising), own.get("down_proj")
     if up is None or down is None:
-        return f"{type(experts).__name__} does not hold gate_up_proj and down_proj"
-    if not hasattr(experts, "_apply_gate") or not getattr(experts, "has_gate", True):
-        return f"{type(experts).__name__} is not a stack of gated experts"
+        return f"{type(experts).__name__} does not hold {rising} and down_proj"
+    if not hasattr(experts, "_apply_gate" if gated else "act_fn"):
+        return f"{type(experts).__name__} is not a stack of plain experts"
     if getattr(experts, "has_post_expert_norm", False) or up.shape[0] != down.shape[0]:
-        return f"{type(experts).__name__} computes more than gated experts"
+        return f"{type(experts).__name__} computes more than plain experts"
     if len(inspect.signature(_plain_forward(experts)).parameters) < _ARGUMENTS:
         return f"{type(experts).__name__} is not called with the chosen experts and their weights"
     interleaved = not getattr(experts, "is_concatenated", True)
@@ -110,7 +112,7 @@ def _facts(model: nn.Module, place: str, block: nn.Module, child: str, experts: 
         error = _difference(experts)
         if error > _TOLERANCE:
             return f"the matrices of {type(experts).__name__} do not reproduce its output (error {error:.1e})"
-    projections, separable = _stored(model, place)
+    projections, separable = _stored(model, place, (rising, "down_proj"))
     stock = stock_class(type(model))
     text = text_config(model.config)
     count = int(up.shape[0])
@@ -146,7 +148,7 @@ def _plain_forward(experts: nn.Module) -> Any:
 @torch.no_grad()
 def _difference(experts: nn.Module) -> float:
     """Relative difference between a few experts' outputs and those computed from their matrices."""
-    few, count = copy.copy(experts), int(experts.gate_up_proj.shape[0])  # type: ignore[index]
+    few, count = copy.copy(experts), int(experts.down_proj.shape[0])  # type: ignore[index]
     kept = min(count, _CHECKED)
     few._parameters = {
         name: None if value is None else nn.Parameter(_first(value, count, kept), requires_grad=False)
@@ -189,19 +191,20 @@ def _router(block: nn.Module, child: str, count: int) -> str:
     return ""
 
 
-def _stored(model: nn.Module, place: str) -> tuple[tuple[str, str, str], bool]:
+def _stored(model: nn.Module, place: str, stacks: tuple[str, str]) -> tuple[tuple[str, ...], bool]:
     """Names of an expert's projections in checkpoints, and whether checkpoints hold experts one by one."""
-    plain = ("gate_proj", "up_proj", "down_proj")
+    gated = stacks[0] == "gate_up_proj"
+    plain = ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj")
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         return plain, False
     experts: Any = model.get_submodule(place)
-    names = {key: f"{place}.{key}" for key in ("gate_up_proj", "down_proj")}
+    names = {key: f"{place}.{key}" for key in stacks}
     state = {names[key]: torch.empty(getattr(experts, key).shape, device="meta") for key in names}
     stored = revert_weight_conversion(model, state)  # type: ignore[arg-type]
     found = [match[1] for key in stored if (match := _STORED.search(key))]
-    if len(found) != 3:
+    if len(found) != len(plain):
         return plain, False
     # Both halves of the first tensor come before the second.
     (last,) = [name for name in found if name in ("down_proj", "w2")] or [found[-1]]
@@ -210,7 +213,7 @@ def _stored(model: nn.Module, place: str) -> tuple[tuple[str, str, str], bool]:
         return ("w1", "w3", "w2"), True
     if set(found) == set(plain):
         return plain, True
-    return (first[0], first[1], last), True
+    return (*first, last), True
 
 
 def _layer(
@@ -224,7 +227,7 @@ def _layer(
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
     row = facts.architecture
     router = block.get_submodule(row.router)
-    count = int(experts.gate_up_proj.shape[0])  # type: ignore[index]
+    count = int(experts.down_proj.shape[0])  # type: ignore[index]
     picked = _setting((router, block, config), _PICKED)
     return MoELayer(
         index,

@@ -23,8 +23,10 @@ __all__ = [
     "CHOSEN_GROUPS",
     "GROUP_COUNTS",
     "MOE_ARCHITECTURES",
+    "PROJECTIONS",
     "MoEArchitecture",
     "MoELayer",
+    "Projection",
     "UnsupportedMoEError",
     "merge_groups",
     "moe_architecture",
@@ -36,6 +38,8 @@ __all__ = [
 ]
 
 RoutingKind = Literal["softmax_topk", "topk_softmax", "sigmoid_topk"]
+Projection = Literal["gate", "up", "down"]
+PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
 GROUP_COUNTS = ("n_group", "num_group", "num_expert_group")
 CHOSEN_GROUPS = "topk_group"
 _OWN_PREFIXES = re.compile("^(Unfused|Pruned)+")  # of classes in checkpoints
@@ -63,7 +67,8 @@ class MoEArchitecture:
         float32_router: The router multiplies in float32 for any dtype of the model.
         always_renormalises: Selected weights are made to sum to one without a configuration switch.
         casts_weights: Routing weights are cast to the type of hidden states before they multiply expert outputs.
-        projections: Names of an expert's gate, up and down projection in checkpoints.
+        projections: Names of an expert's gate, up and down projection in checkpoints; of up and down alone for
+            experts without a gate.
         interleaved: Rows of gate and up projection alternate in the stacked tensor, instead of following each
             other.
         stored_block: Name of the sparse block in checkpoints, if it differs from the model's.
@@ -84,11 +89,21 @@ class MoEArchitecture:
     float32_router: bool = False
     always_renormalises: bool = False
     casts_weights: bool = True
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     interleaved: bool = False
     stored_block: str | None = None
     separable: bool = True
     replayed: bool = False
+
+    @property
+    def kinds(self) -> tuple[Projection, ...]:
+        """Projections of an expert: gate, up and down, or up and down alone."""
+        return PROJECTIONS[-len(self.projections) :]
+
+    @property
+    def stacks(self) -> tuple[str, str]:
+        """Parameters that hold a layer's experts: gate and up together (or up alone), and down."""
+        return ("gate_up_proj" if "gate" in self.kinds else "up_proj"), "down_proj"
 
     @property
     def class_name(self) -> str:

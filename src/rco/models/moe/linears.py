@@ -7,14 +7,14 @@ candidates and exports use ``model.layers.3.mlp.experts.17.down_proj`` whatever 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
 from rco.models.embeddings import embedding_info
 from rco.models.layout import Layout, LinearInfo, text_config
 from rco.models.moe.finding import UnreadExperts, find_layers
-from rco.models.moe.layers import MOE_ARCHITECTURES, MoELayer, moe_layers
+from rco.models.moe.layers import MOE_ARCHITECTURES, PROJECTIONS, MoELayer, Projection, moe_layers
 
 __all__ = [
     "EXPERT_ROLE",
@@ -30,8 +30,6 @@ __all__ = [
     "unread_experts",
 ]
 
-Projection = Literal["gate", "up", "down"]
-PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
 EXPERT_ROLE = "experts"
 
 
@@ -56,7 +54,11 @@ class ExpertLinear(LinearInfo):
         if not self.layer.fused:
             own: Tensor = experts[self.expert].get_parameter(f"{self.name.rpartition('.')[2]}.weight")
             return own.detach()
-        return self.place((experts.down_proj if self.projection == "down" else experts.gate_up_proj).detach())
+        return self.place(getattr(experts, self._stack).detach())
+
+    @property
+    def _stack(self) -> str:
+        return self.layer.architecture.stacks[int(self.projection == "down")]
 
     def place(self, stacked: Tensor) -> Tensor:
         """Its part of a tensor of its layer's stacked matrices: a view (out_features, in_features)."""
@@ -73,16 +75,15 @@ class ExpertLinear(LinearInfo):
 
     @property
     def part(self) -> int:
-        """Position among the matrices that are stacked together: 1 for up, which follows gate."""
-        return int(self.projection == "up")
+        """Position among the matrices that are stacked together: 1 for an up that follows its gate."""
+        return int(self.projection == "up" and "gate" in self.layer.architecture.kinds)
 
     @property
     def stored_in(self) -> str:
         """Entry of the state dict that holds the stacked tensor; its own where experts are separate modules."""
         if not self.layer.fused:
             return f"{self.name}.weight"
-        tensor = "down_proj" if self.projection == "down" else "gate_up_proj"
-        return f"{self.layer.experts_name}.{tensor}"
+        return f"{self.layer.experts_name}.{self._stack}"
 
 
 def sparse_layers(model: nn.Module) -> list[MoELayer]:
@@ -99,28 +100,30 @@ def unread_experts(model: nn.Module) -> list[UnreadExperts]:
 
 
 def original_stacks(layer: MoELayer) -> tuple[Tensor, Tensor]:
-    """Views of a layer's weights: gate and up (experts, 2, inner, width), down (experts, 1, width, inner)."""
-    experts: Any = layer.experts
+    """Views of a layer's weights: gate and up (experts, 2, inner, width), down (experts, 1, width, inner).
+
+    Without a gate, up is (experts, 1, inner, width).
+    """
     if not layer.fused:
         raise ValueError(
             f"{layer.name} keeps its experts as separate modules; load the model with the implementation in "
             "transformers (without remote code), which keeps them as stacked tensors."
         )
-    up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+    up, down = (parameter.detach() for parameter in stacked_parameters(layer))
     return expert_matrices(layer, up, False), expert_matrices(layer, down, True)
 
 
 def stacked_parameters(layer: MoELayer) -> tuple[nn.Parameter, nn.Parameter]:
     """The parameters that hold a layer's experts."""
-    experts: Any = layer.experts
-    return experts.gate_up_proj, experts.down_proj
+    up, down = (layer.experts.get_parameter(name) for name in layer.architecture.stacks)
+    return up, down
 
 
 def expert_matrices(layer: MoELayer, stacked: Tensor, down: bool) -> Tensor:
     """A stacked parameter as (experts, parts, out, in), in any memory order of the architecture."""
     if getattr(layer.experts, "is_transposed", False):
         stacked = stacked.transpose(1, 2)
-    if down:
+    if down or "gate" not in layer.architecture.kinds:
         return stacked.unsqueeze(1)
     count, rows, columns = stacked.shape
     if layer.architecture.interleaved:
@@ -129,13 +132,13 @@ def expert_matrices(layer: MoELayer, stacked: Tensor, down: bool) -> Tensor:
 
 
 def expert_linears(layer: MoELayer) -> list[ExpertLinear]:
-    """Gate, up and down projection of every expert of a layer."""
+    """Every projection of every expert of a layer."""
     row, found = layer.architecture, []
     inside = f"{layer.name.rpartition('.')[2]}.{row.experts}"
     has_bias = bool(getattr(layer.experts, "has_bias", False))
     shapes = _projection_shapes(layer)
     for expert in range(layer.num_experts):
-        for projection, own, (rows, columns) in zip(PROJECTIONS, row.projections, shapes, strict=True):
+        for projection, own, (rows, columns) in zip(row.kinds, row.projections, shapes, strict=True):
             found.append(
                 ExpertLinear(
                     name=f"{layer.experts_name}.{expert}.{own}",
@@ -157,10 +160,11 @@ def expert_linears(layer: MoELayer) -> list[ExpertLinear]:
 
 
 def _projection_shapes(layer: MoELayer) -> list[tuple[int, int]]:
-    """Rows and columns of the gate, up and down projections, which all experts of a layer have in common."""
+    """Rows and columns of the projections, which all experts of a layer have in common."""
     if layer.fused:
         up, down = original_stacks(layer)
-        return [tuple(up.shape[2:]), tuple(up.shape[2:]), tuple(down.shape[2:])]  # type: ignore[list-item]
+        risen = [(up.shape[2], up.shape[3])] * up.shape[1]
+        return [*risen, (down.shape[2], down.shape[3])]
     experts: Any = layer.experts
     weights = [experts[0].get_parameter(f"{own}.weight") for own in layer.architecture.projections]
     return [(weight.shape[0], weight.shape[1]) for weight in weights]

@@ -208,7 +208,7 @@ class PlacedChoices:
     """One layer's choices, on its device.
 
     Attributes:
-        choices: (experts, 3) option of every projection.
+        choices: (experts, 3) option of every projection; (experts, 2) for experts without a gate, here and below.
         up: Options of gates and ups: sorted by the host, or (experts x 2,) numbers on the device.
         down: The same for down, (experts,).
     """
@@ -229,7 +229,7 @@ class PlacedChoices:
     ) -> list[PlacedChoices]:
         """The choices of several layers, in one copy; ``sorted_out``: whether the host sorts those of a layer."""
         stacks = [
-            [taken[:, :2].reshape(-1), taken[:, 2]] if sort else []
+            [taken[:, :-1].reshape(-1), taken[:, -1]] if sort else []
             for taken, sort in zip(choices, sorted_out, strict=True)
         ]
         orders = [by_option(part) for parts in stacks for part in parts]
@@ -247,7 +247,7 @@ class PlacedChoices:
     @classmethod
     def there(cls, choices: Tensor) -> PlacedChoices:
         """Choices (experts, 3) that are on the layer's device, for kernels that read them there."""
-        return cls(choices, choices[:, :2].reshape(-1), choices[:, 2].contiguous())
+        return cls(choices, choices[:, :-1].reshape(-1), choices[:, -1].contiguous())
 
 
 @dataclass(frozen=True)

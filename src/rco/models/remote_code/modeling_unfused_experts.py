@@ -18,7 +18,6 @@ __all__ = ["UnfusedExperts", "UnfusedExpertsMixin", "unfused_class"]
 
 PROJECTION_NAMES = {"mixtral": ("w1", "w3", "w2")}  # of checkpoints that do not list them
 KEY_MAPPINGS = {"mixtral": {r"\.block_sparse_moe\.": ".mlp."}}  # from the names in checkpoints to the model's
-BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 
 class UnfusedExperts(nn.ModuleList):
@@ -26,14 +25,15 @@ class UnfusedExperts(nn.ModuleList):
 
     Args:
         fused: The stacked experts; their weights are dropped, their activation is used.
-        names: Names of the gate, up and down projection.
+        names: Names of the gate, up and down projection; of up and down for experts without a gate.
     """
 
-    gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
 
-    def __init__(self, fused: Any, names: tuple[str, str, str]) -> None:
-        up, down = fused.gate_up_proj, fused.down_proj
+    def __init__(self, fused: Any, names: tuple[str, ...]) -> None:
+        self._gated = len(names) > 2
+        self._rising = "gate_up_proj" if self._gated else "up_proj"
+        up, down = getattr(fused, self._rising), fused.down_proj
         transposed = bool(getattr(fused, "is_transposed", False))
         width, inner = (up.shape[1], down.shape[1]) if transposed else (up.shape[2], down.shape[2])
         self._names = names
@@ -44,13 +44,14 @@ class UnfusedExperts(nn.ModuleList):
 
         experts = []
         for _ in range(up.shape[0]):
-            parts = (linear(width, inner), linear(width, inner), linear(inner, width))
+            risen = [linear(width, inner) for _ in names[:-1]]
+            parts = (*risen, linear(inner, width))
             expert = nn.Module()
             for name, part in zip(names, parts, strict=True):
                 expert.add_module(name, part)
             experts.append(expert)
         super().__init__(experts)
-        for name in BIASES:
+        for name in (f"{self._rising}_bias", "down_proj_bias"):
             self.register_parameter(name, fused._parameters.get(name))
         fused._parameters.clear()
         # In a tuple, so that the stacked experts do not become a child of this module.
@@ -67,13 +68,15 @@ class UnfusedExperts(nn.ModuleList):
         result = torch.zeros_like(hidden)
         for expert in torch.bincount(top_k_index.reshape(-1)).nonzero().squeeze(-1).tolist():
             tokens, slots = torch.where(top_k_index == expert)
-            gate, up, down = (getattr(self[expert], name) for name in self._names)
+            *rising, down = (getattr(self[expert], name) for name in self._names)
             seen = hidden[tokens]
-            both = (gate(seen), up(seen))
-            joined = torch.stack(both, dim=-1).flatten(-2) if self._interleaved else torch.cat(both, dim=-1)
-            if self.gate_up_proj_bias is not None:
-                joined = joined + self.gate_up_proj_bias[expert]
-            out = down(self._stock[0]._apply_gate(joined))
+            parts = [linear(seen) for linear in rising]
+            joined = torch.stack(parts, dim=-1).flatten(-2) if self._interleaved else torch.cat(parts, dim=-1)
+            bias = getattr(self, f"{self._rising}_bias")
+            if bias is not None:
+                joined = joined + bias[expert]
+            stock = self._stock[0]
+            out = down(stock._apply_gate(joined) if self._gated else stock.act_fn(joined))
             if self.down_proj_bias is not None:
                 out = out + self.down_proj_bias[expert]
             result.index_add_(0, tokens, (out * top_k_weights[tokens, slots, None]).to(result.dtype))
@@ -93,7 +96,7 @@ class UnfusedExpertsMixin:
         blocks = [
             block
             for block in self.modules()  # type: ignore[attr-defined]
-            if hasattr(getattr(block, "experts", None), "gate_up_proj")
+            if isinstance(getattr(getattr(block, "experts", None), "down_proj", None), nn.Parameter)
         ]
         for block in blocks:
             block.experts = UnfusedExperts(block.experts, names)
