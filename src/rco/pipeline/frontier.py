@@ -19,6 +19,7 @@ import numpy as np
 
 from rco.atomic_files import write_json_atomic, write_text_atomic
 from rco.compression.budget import Budget
+from rco.core.moves import repaired
 from rco.core.result import SearchResult
 from rco.data.calibration import DataSplits
 from rco.export.gguf_container import written_file
@@ -135,9 +136,12 @@ def _search(
     problem, compression = planned.problem, planned.compression
     inputs = compression.search_inputs(problem, config.start, config.strength)
     searcher = configured_searcher(config)
+    start: np.ndarray | None = None
     if done:
         nearest = min(done, key=lambda point: abs(int(point["size"]) - planned.budget.amount))
-        inputs = warm_start(inputs, np.array(nearest["choices"]), config.strength)
+        before = np.array(nearest["choices"])
+        inputs = warm_start(inputs, before, config.strength)
+        start = repaired(problem, before)
         settings = search_settings(config)
         limits = {
             "steps": None,
@@ -146,7 +150,9 @@ def _search(
         }
         searcher = make_searcher(config.searcher, {**settings, **limits})
     with compression.objective(data.search, data.selection) as objective:
-        result: SearchResult = searcher.search(problem, objective, on_step=progress.step, **inputs)
+        result: SearchResult = searcher.search(
+            problem, objective, start=start, on_step=progress.step, **inputs
+        )
     return result
 
 
