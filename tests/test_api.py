@@ -183,6 +183,27 @@ def test_what_is_measured_is_what_is_returned_and_saved(llama, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+def test_formats_with_rounded_inputs_are_measured_tuned_returned_and_saved(llama, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model, tokenizer = llama
+    settings = {**QUICK, "widths": None, "tune": "scales", "tune_tokens": 64}
+    menu = ["fp8-dynamic", "int8-dynamic", "original"]
+    result = rco.quantize(model, tokenizer, bits=10, formats=menu, flops_share=0.7, **settings)
+    assert set(result.allocation.formats.values()) <= set(menu)
+    second = result.metrics["budget"]["second"]
+    assert second["used"] <= second["allowed"] == 0.7
+    measured = rco.evaluate(
+        result, tokenizer, reference=model, data=TEXTS, sequences=2, length=16, progress=False
+    )
+    (row,) = [row for row in result.metrics["evaluation"] if row["chosen"]]
+    assert measured["kl"]["kl"] == pytest.approx(row["kl"], rel=1e-3)
+    folder = result.save(tmp_path / "checkpoint")
+    assert result.metrics["certificate"]["used"] <= result.metrics["budget"]["budget_units"]
+    packed = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert torch.equal(logits(packed), logits(result.model))
+
+
 def test_a_name_gives_the_same_result_as_the_loaded_model(llama, folders):
     model, tokenizer = llama
     by_name = rco.quantize(str(folders["llama"]), bits="3", **QUICK)

@@ -50,6 +50,9 @@ Text = Data | Iterable[Any]  # a name, files, or a list of strings and conversat
 Shown = bool | Callable[[ProgressEvent], object] | Progress
 F = TypeVar("F", bound=Callable[..., Any])
 
+_AMOUNTS = (
+    "bits", "bpw", "size", "active_bits", "experts", "parameters", "flops_share", "cost_budget",
+)  # fmt: skip
 _EXTRA = {
     "tokenizer": "The tokenizer of a loaded model; not for a model given by name.",
     "progress": "True: bars on a terminal, lines elsewhere. False: nothing. Or a function that is called with a "
@@ -96,6 +99,9 @@ def quantize(
     bpw: Amount = QuantizeConfig.bpw,
     size: Amount = QuantizeConfig.size,
     active_bits: Amount = QuantizeConfig.active_bits,
+    flops_share: Amount = QuantizeConfig.flops_share,
+    cost_table: str | Path | None = QuantizeConfig.cost_table,
+    cost_budget: Amount = QuantizeConfig.cost_budget,
     count: Literal["all", "experts"] = QuantizeConfig.count,
     out: str | Path | None = QuantizeConfig.out,
     format: str | None = QuantizeConfig.format,
@@ -482,7 +488,7 @@ def _label(
 
 def _plain(name: str, value: Any) -> Any:
     """A setting in the form of its field: budgets as text, lists as on the command line, paths as paths."""
-    if name in ("bits", "bpw", "size", "active_bits", "experts", "parameters"):
+    if name in _AMOUNTS:
         return _amount(name, value)
     if name in ("data", "eval_data") and value is not None:
         return _text(value)
@@ -490,7 +496,7 @@ def _plain(name: str, value: Any) -> Any:
         return _joined(value)
     if name in ("lock", "skip", "tie"):
         return [value] if isinstance(value, str) else list(value)
-    if name in ("out", "store", "imatrix") and isinstance(value, str):
+    if name in ("out", "store", "imatrix", "cost_table") and isinstance(value, str):
         return Path(value).expanduser()
     if name == "tau" and isinstance(value, list):
         return tuple(value)

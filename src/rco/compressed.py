@@ -39,11 +39,15 @@ class ModelAllocation(Mapping[str, int]):
 
     Attributes:
         choices: The option chosen for each group, as the solver returned it.
+        formats: Name of the format of each linear; empty for pruned experts.
     """
 
     def __init__(self, choices: Allocation, names: Sequence[str], metrics: Mapping[str, Any]) -> None:
         self.choices = choices
         self._run = RunData("", metrics)
+        self.formats: dict[str, str] = {
+            member: group["format"] for group in metrics.get("groups", ()) for member in group["members"]
+        }
         if self._run.pruning:
             self._values = dict(zip(names, choices, strict=True))
         else:

@@ -26,6 +26,8 @@ METHODS: dict[str, str] = {
     "one-at-a-time": "rco.baselines.one_at_a_time:OneAtATime",
     "fisher": "rco.baselines.fisher_information:Fisher",
     "first-order": "rco.baselines.first_order:FirstOrder",
+    "autoquantize": "rco.baselines.autoquantize:AutoQuantize",
+    "autoscheme": "rco.baselines.autoscheme:AutoScheme",
     "output-error": "rco.baselines.output_error:OutputError",
     "greedy": "rco.baselines.greedy:Greedy",
     "greedy-down": "rco.baselines.greedy:GreedyDown",

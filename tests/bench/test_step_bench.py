@@ -7,6 +7,7 @@ import torch
 
 from rco.bench.step_bench import run, run_memory, to_markdown
 from rco.cli import main
+from rco.formats import parse
 from rco.models.shapes import SHAPES, random_model
 
 
@@ -89,4 +90,14 @@ def test_a_block_of_llama3_8b_on_a_cpu(monkeypatch):
     monkeypatch.setitem(SHAPES, "llama3-8b", (family, {**settings, "vocab_size": 512}))
     report = run("llama3-8b", device="cpu", layers=1, length=8, samples=1, steps=0, repeats=1, modes=(False,))
     assert (report["shape"], report["layers"], report["groups"]) == ("llama3-8b", 1, 7)
+    assert report["plain"]["ratio"] > 0
+
+
+def test_formats_stand_in_place_of_widths():
+    menu = [parse("nvfp4-a4"), parse("fp8-dynamic"), parse("original")]
+    report = run(
+        "quick", device="cpu", length=16, samples=1, steps=0, repeats=1, modes=(False,), formats=menu
+    )
+    assert report["formats"] == ["nvfp4-a4", "fp8-dynamic", "original"]
+    assert report["options"] == 3
     assert report["plain"]["ratio"] > 0

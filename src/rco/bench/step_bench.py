@@ -17,7 +17,7 @@ from rco.compression.memory import search_memory
 from rco.core.knapsack import solve_choices
 from rco.core.result import StepRecord
 from rco.core.search import RCO
-from rco.formats.base import Stored
+from rco.formats.base import Format, Stored
 from rco.formats.products import inner_products
 from rco.formats.switchable import WeightBuffer
 from rco.losses import chunked_kl
@@ -56,6 +56,7 @@ def run(
     layers: int | None = None,
     modes: Sequence[bool] = (False, True),
     job: Job | None = None,
+    formats: Sequence[Format] = (),
     on_progress: OnProgress | None = None,
 ) -> dict[str, Any]:
     """Measure floor and sample with and without checkpointing, whole steps, and the parts of a sample.
@@ -70,6 +71,7 @@ def run(
         layers: Fewer blocks than the shape has.
         modes: Values of checkpointing to measure; False is always included.
         job: Kind of search; None: experts are pruned, all else is quantized.
+        formats: Formats of the options, instead of the integer widths.
         on_progress: Called with (parts done, all parts).
     """
     tell = on_progress or (lambda done, total: None)
@@ -84,7 +86,7 @@ def run(
         with floor(loaded, random_tokens(loaded, 1, length), checkpointing) as work:
             lowest = measure(work, place, repeats)
         rows["checkpointing" if checkpointing else "plain"] = {"floor": lowest.to_dict()}
-    case = make_case(shape, place, length=length, loaded=loaded, job=job)
+    case = make_case(shape, place, length=length, loaded=loaded, job=job, formats=formats)
     for done, checkpointing in enumerate(modes):
         tell(len(modes) + done, total)
         case.backend.checkpointing = checkpointing
@@ -99,6 +101,7 @@ def run(
         "kind": case.backend.kind,
         "groups": case.problem.num_groups,
         "options": case.problem.num_options,
+        "formats": [option.name for option in case.backend.plan.options],
         "layers": len(case.loaded.layout.blocks(case.loaded.model)),
         "parameters": sum(p.numel() for p in case.loaded.model.parameters()),
         "tokens": length,

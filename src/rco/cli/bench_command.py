@@ -80,6 +80,10 @@ def step(
     steps: Annotated[int, typer.Option("--steps", min=0, help="Whole steps to time; 0: none.")] = 3,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Repeats of each measurement.")] = 10,
     layers: Layers = None,
+    formats: Annotated[
+        str | None,
+        typer.Option("--formats", help="Formats of the options, e.g. nvfp4-a4,fp8-dynamic; default: widths."),
+    ] = None,
     quick: Quick = False,
     out: Out = None,
     as_json: AsJson = False,
@@ -90,6 +94,7 @@ def step(
 
     rco bench step --shape qwen3-8b --device cuda --out benchmarks/results
     """
+    from rco import formats as stored
     from rco.bench.step_bench import run, to_markdown, write_figure
     from rco.pipeline.progress import make_progress
     from rco.testing.search_cases import quick_shape
@@ -107,11 +112,13 @@ def step(
             repeats=repeats,
             layers=layers,
             job=None if job == "auto" else job,
+            formats=[stored.parse(name) for name in formats.split(",")] if formats else (),
             on_progress=progress.stage("step"),
         )
-    _write(report, to_markdown(report), out, f"step_{_title(shape, job)}", as_json)
+    title = f"step_{_title(shape, job)}" + ("_formats" if formats else "")
+    _write(report, to_markdown(report), out, title, as_json)
     if out is not None:
-        write_figure(report, out / f"step_{_title(shape, job)}.svg")
+        write_figure(report, out / f"{title}.svg")
 
 
 @app.command()

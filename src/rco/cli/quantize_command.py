@@ -85,6 +85,9 @@ def _show(result: CompressedModel) -> None:
         f"budget      {budget['requested']} {budget['kind']} requested: {budget['effective']}, "
         f"used {budget['used']}"
     )
+    second = budget.get("second")
+    if second is not None:
+        typer.echo(f"second      {second['kind']} at most {second['allowed']:.6g}: used {second['used']:.6g}")
     written = result.metrics.get("export", {})
     if written.get("usage"):
         typer.echo(f"recipe      {result.checkpoint}: its README.md has the commands")

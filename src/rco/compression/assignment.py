@@ -12,6 +12,7 @@ import numpy as np
 from rco.compression.budget import Budget
 from rco.compression.costs import Costs
 from rco.compression.plan import CompressionPlan
+from rco.compression.second_budget import SecondBudget
 from rco.core.problem import AllocationProblem, InfeasibleBudgetError
 from rco.formats.original import ORIGINAL
 from rco.formats.removed import REMOVED
@@ -21,13 +22,19 @@ __all__ = ["assignment_problem", "experts_to_prune"]
 
 
 def assignment_problem(
-    costs: Costs, budget: Budget, *, uniform: bool = False, min_per_layer: int = 0
+    costs: Costs,
+    budget: Budget,
+    *,
+    second: SecondBudget | None = None,
+    uniform: bool = False,
+    min_per_layer: int = 0,
 ) -> AllocationProblem:
     """Groups, options, exact costs and the budget in the same integers.
 
     Args:
         costs: Of the plan, for the budget's kind.
         budget: The requested budget.
+        second: A further budget that must hold at the same time; either may then be left unspent.
         uniform: Keep the same number of experts in every layer; for plans that only keep or remove experts.
         min_per_layer: Fewest experts that a layer keeps; never below its router's top-k.
 
@@ -47,12 +54,25 @@ def assignment_problem(
     if REMOVED in plan.options:
         arguments["min_counts"] = _min_counts(plan, min_per_layer)
     try:
-        return AllocationProblem(costs.matrix, budget=costs.total(budget.amount), **arguments)
+        if second is None:
+            return AllocationProblem(costs.matrix, budget=costs.total(budget.amount), **arguments)
     except InfeasibleBudgetError as error:
         low, high = costs.range
         raise InfeasibleBudgetError(
             f"`{budget.kind}` must lie between {low} and {high} with these widths, locks and groups, got "
             f"{budget}."
+        ) from error
+    matrix, most, unit = second.costs(plan)
+    both, limits = np.stack([costs.matrix, matrix]), [costs.total(budget.amount), most]
+    try:
+        return AllocationProblem(both, limits, sense="<=", **{**arguments, "monotone": False})
+    except InfeasibleBudgetError as error:
+        low, high = costs.range
+        least = Fraction(int(np.where(plan.allowed, matrix, matrix.max()).min(axis=1).sum()), unit)
+        raise InfeasibleBudgetError(
+            f"No allocation meets both budgets: `{budget.kind}` alone must lie between {low} and {high}, got "
+            f"{budget}; `{second.name}` alone must be at least {float(least):.6g}, got {float(second.amount):.6g}. "
+            f"({error})"
         ) from error
 
 

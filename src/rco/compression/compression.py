@@ -46,6 +46,7 @@ from rco.compression.priors import (
     logits_from_sensitivities,
     logits_from_weights,
 )
+from rco.compression.second_budget import SecondBudget
 from rco.compression.second_order import SecondOrder, fisher_difference, second_order
 from rco.compression.switched_model import SwitchedModel, full_head, switched_model
 from rco.core.problem import Allocation, AllocationProblem
@@ -96,6 +97,7 @@ class Compression:
         gates: Model of an expert's removal in gradients: ``deployed``, as in the checkpoint, or ``scale``, as in
             the paper's search. Candidate allocations are always compared as deployed.
         overwrite_store: Replace candidates of another identity instead of refusing.
+        second: A further budget that must hold at the same time.
         count: Linears that a budget of bits is averaged over: all quantized ones, or experts alone.
         visits: Routing counts of experts, if already known.
         uniform: Keep the same number of experts in every layer; for plans that only keep or remove experts.
@@ -122,6 +124,7 @@ class Compression:
         gates: GateMode = "deployed",
         overwrite_store: bool = False,
         count: Count = "all",
+        second: SecondBudget | None = None,
         visits: Visits | None = None,
         uniform: bool = False,
         min_per_layer: int = 0,
@@ -139,7 +142,7 @@ class Compression:
         self.gates: GateMode = gates
         self.overwrite_store = overwrite_store
         self.count: Count = count
-        self.visits = visits
+        self.visits, self.second = visits, second
         self.uniform, self.min_per_layer = uniform, min_per_layer
         self._costs: dict[str, Costs] = {}
         self.on_progress = on_progress
@@ -194,7 +197,11 @@ class Compression:
                 "`size` counts the whole checkpoint; leave out `count='experts'`, which applies to budgets of bits."
             )
         return assignment_problem(
-            self.costs(budget.kind), budget, uniform=self.uniform, min_per_layer=self.min_per_layer
+            self.costs(budget.kind),
+            budget,
+            second=self.second,
+            uniform=self.uniform,
+            min_per_layer=self.min_per_layer,
         )
 
     def budget_range(self, kind: str) -> tuple[str, str]:
@@ -650,6 +657,7 @@ class Compression:
                     disturb=switched.disturbed,
                     group_blocks=self._blocks(),
                     check_recorded=switched.check_gates if recordable and data is calibration else None,
+                    scores=None if self.plan.removes_only else switched,
                 )
 
             # Candidates are compared as deployed, however gradients model removal.

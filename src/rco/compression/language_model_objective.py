@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rco.compression.cuda_graphs import Recording
 from rco.core.async_copy import send
-from rco.core.objective import Objective
+from rco.core.objective import Answer, Objective
 from rco.data.calibration import CalibrationSet
 from rco.losses import Head, chunk_length, chunked_cross_entropy, chunked_kl
 from rco.models.loading import LoadedModel
@@ -78,6 +78,18 @@ class SetGates(Protocol):
         ...
 
 
+class GradientScores(Protocol):
+    """Tables of scores that a backward pass inside their context fills."""
+
+    def output_scores(self) -> AbstractContextManager[Tensor]:
+        """(N, K), see :meth:`rco.core.objective.Objective.output_scores`."""
+        ...
+
+    def delta_losses(self) -> AbstractContextManager[Tensor]:
+        """(N,), see :meth:`rco.core.objective.Objective.delta_losses`."""
+        ...
+
+
 class Disturb(Protocol):
     """Adds noise to the weights of one group, inside a context."""
 
@@ -117,6 +129,8 @@ class LanguageModelObjective(Objective):
         check_recorded: Raises for gates (N, K), in host memory, that cannot be set. Given if samples may be
             recorded as a CUDA graph, which is replayed without any check of the gates; None: no recording.
 
+        scores: Tables that backward passes fill, for methods that score options by gradients; None: there are none.
+
     Attributes:
         probe_buffer: The argument.
     """
@@ -139,6 +153,7 @@ class LanguageModelObjective(Objective):
         disturb: Disturb | None = None,
         group_blocks: Sequence[int] | None = None,
         check_recorded: Callable[[Tensor], None] | None = None,
+        scores: GradientScores | None = None,
     ) -> None:
         self._loaded = loaded
         self._calibration = calibration
@@ -154,6 +169,7 @@ class LanguageModelObjective(Objective):
         self._errors = errors
         self.probe_buffer = probe_buffer
         self._disturb = disturb
+        self._scores = scores
         if group_blocks is not None:
             self.group_blocks = list(group_blocks)
         # Only if every token counts, as in plain text: otherwise the number of predictions differs by sequence.
@@ -224,6 +240,30 @@ class LanguageModelObjective(Objective):
         for mine, theirs in zip(torch.split(hidden, size), torch.split(reference, size), strict=True):
             overlap += torch.minimum(head.probabilities(mine), full.probabilities(theirs)).double().sum()
         return overlap / max(len(hidden), 1)
+
+    def output_scores(self, gates: Tensor, batch: int) -> Answer:
+        """Cross-entropy, and scores (N, K) of options from gradients at the outputs of linears."""
+        return self._scored(self._known_scores().output_scores(), gates, batch)
+
+    def delta_losses(self, gates: Tensor, batch: int) -> Answer:
+        """Cross-entropy, and scores (N,) of the present options from gradients at weights and inputs of linears."""
+        return self._scored(self._known_scores().delta_losses(), gates, batch)
+
+    def _known_scores(self) -> GradientScores:
+        if self._scores is None:
+            raise ValueError("This objective was made without scores of options.")
+        return self._scores
+
+    def _scored(self, measured: AbstractContextManager[Tensor], gates: Tensor, batch: int) -> Answer:
+        """Cross-entropy on one batch, and the table that its backward pass fills."""
+        text = self._text(batch)
+        leaf = self._placed(gates.detach()).requires_grad_()
+        with measured as table:
+            self._set_gates(leaf, gates.detach())
+            hidden = self._loaded.layout.final_hidden(self._loaded.model, text.tokens)[:, :-1]
+            loss = chunked_cross_entropy(hidden, self._student_head(), text.following, text.mask)
+            torch.autograd.grad(loss, leaf)
+        return float(loss.detach()), table
 
     def enqueue(self, gates: Tensor, batch: int) -> Callable[[], tuple[float, Tensor]]:
         """Launch the loss on one batch and its gradient; the returned function waits for them.

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from scipy.optimize import linprog
+from scipy.sparse import csr_matrix
 from torch import Tensor
 
 from rco.core.problem import AllocationProblem
@@ -57,11 +59,9 @@ def logits_from_weights(distances: Tensor, problem: AllocationProblem, strength:
 
 
 def _priced_costs(losses: np.ndarray, problem: AllocationProblem) -> np.ndarray:
-    """(N, K) costs times the Lagrange multiplier at the budget, one multiplier per block."""
+    """(N, K) costs times the Lagrange multiplier at the budget, one multiplier per block or joint budget."""
     if problem.num_joint > 1:
-        raise ValueError(
-            f"Initial logits from losses need one budget, or one per block; got {problem.num_joint} joint budgets."
-        )
+        return np.asarray(np.tensordot(_joint_prices(losses, problem), problem.relative_costs, axes=1))
     costs, open_losses = problem.relative_costs[0], np.where(problem.allowed, losses, np.inf)
     if problem.block_index is None:
         return np.asarray(costs * _price(open_losses, costs, float(problem.relative_budgets[0])))
@@ -70,6 +70,24 @@ def _priced_costs(losses: np.ndarray, problem: AllocationProblem) -> np.ndarray:
         rows = problem.block_index == block
         priced[rows] = costs[rows] * _price(open_losses[rows], costs[rows], float(budget))
     return priced
+
+
+def _joint_prices(losses: np.ndarray, problem: AllocationProblem) -> np.ndarray:
+    """(q,) multipliers of joint budgets, none negative: the dual of the linear relaxation."""
+    rows, columns = np.nonzero(problem.allowed)
+    cells = np.arange(len(rows))
+    once = csr_matrix((np.ones(len(rows)), (rows, cells)), shape=(problem.num_groups, len(rows)))
+    solved = linprog(
+        losses[rows, columns],
+        A_ub=csr_matrix(problem.relative_costs[:, rows, columns]),
+        b_ub=problem.relative_budgets,
+        A_eq=once,
+        b_eq=np.ones(problem.num_groups),
+        method="highs",
+    )
+    if solved.status != 0:
+        raise RuntimeError(f"The relaxation of the joint budgets was not solved: {solved.message}")
+    return np.maximum(-solved.ineqlin.marginals, 0.0)
 
 
 def _price(losses: np.ndarray, costs: np.ndarray, budget: float) -> float:

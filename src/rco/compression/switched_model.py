@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rco.compression.gradient_scores import delta_losses, output_scores
 from rco.compression.plan import CompressionPlan
 from rco.formats.base import Format, Stored
 from rco.formats.original import ORIGINAL
@@ -19,6 +20,7 @@ from rco.formats.switchable import SwitchableLinear
 from rco.formats.switchable_embedding import SwitchableEmbedding
 from rco.losses import Head
 from rco.models.embeddings import EMBEDDING_ROLE, switchable_ends
+from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.gates import ExpertGates, GateMode
 from rco.models.moe.layers import MoELayer
@@ -40,6 +42,7 @@ class SwitchedModel:
         rows: Row of the gates of every linear.
         experts: Switchable experts, if there are any.
         wanted: (N, K) options that a group may take; the others get no gradient.
+        originals: Switchable linears by name, with their unquantized weights.
     """
 
     def __init__(
@@ -50,8 +53,10 @@ class SwitchedModel:
         rows: Mapping[str, int],
         experts: SwitchableExperts | None,
         wanted: np.ndarray,
+        originals: Mapping[str, LinearInfo],
     ) -> None:
         self._loaded, self.full_head = loaded, full_head
+        self._originals = originals
         self._linears, self._rows, self._experts, self._wanted = linears, rows, experts, wanted
         self._active = wanted.tolist()
         self.num_groups, self.num_options = wanted.shape
@@ -91,6 +96,38 @@ class SwitchedModel:
         finally:
             for module in modules:
                 module.noise = None
+
+    def _scored(self) -> dict[str, SwitchableLinear]:
+        """Layers that have scores.
+
+        Raises:
+            ValueError: Experts or embeddings have a choice.
+        """
+        if self._experts is not None or any(
+            not isinstance(each, SwitchableLinear) for each in self._linears.modules.values()
+        ):
+            raise ValueError(
+                "autoquantize and autoscheme score linears alone, and experts or embeddings have a choice here: "
+                "lock them (`lock='experts=16'`), or take another method."
+            )
+        return {
+            name: each for name, each in self._linears.modules.items() if isinstance(each, SwitchableLinear)
+        }
+
+    def output_scores(self) -> AbstractContextManager[Tensor]:
+        """Table (N, K) that a backward pass fills; see :func:`rco.compression.gradient_scores.output_scores`."""
+        return output_scores(self._scored(), self._rows, (self.num_groups, self.num_options))
+
+    def delta_losses(self) -> AbstractContextManager[Tensor]:
+        """Table (N,) that a backward pass fills; see :func:`rco.compression.gradient_scores.delta_losses`.
+
+        As in AutoRound, changes of weights count if some option leaves inputs alone.
+        """
+        layers = self._scored()
+        return delta_losses(
+            layers, self._rows, self.num_groups, self._originals,
+            of_weights=any(not each.rounds_all_inputs for each in layers.values()),
+        )  # fmt: skip
 
     @property
     def probe_buffer(self) -> ProbeBuffer | None:
@@ -166,6 +203,7 @@ def switched_model(
         wanted = np.concatenate([wanted, np.ones((len(wanted), 1), dtype=bool)], axis=1)
     modules: dict[str, SwitchableLinear | SwitchableEmbedding] = {}
     rows: dict[str, int] = {}
+    originals: dict[str, LinearInfo] = {}
     for row, group in enumerate(plan.groups):
         for info in group.members:
             if group.switched and not isinstance(info, ExpertLinear):
@@ -174,6 +212,7 @@ def switched_model(
                     ends = switchable_ends(loaded.layout, loaded.model, info, options, stream)
                 else:
                     ends = {info.name: make_switchable(info.module, options, stream)}
+                    originals[info.name] = info
                 modules |= ends
                 rows |= dict.fromkeys(ends, row)
     experts, expert_rows = expert_options(plan, packed, columns, wanted=wanted, stream=stream)
@@ -186,7 +225,7 @@ def switched_model(
             handle = stack.enter_context(
                 switchable_experts(loaded.model, experts, expert_rows, removed, wanted)
             )
-        yield SwitchedModel(loaded, original_head, linears, rows, handle, wanted)
+        yield SwitchedModel(loaded, original_head, linears, rows, handle, wanted, originals)
 
 
 def full_head(loaded: LoadedModel, plan: CompressionPlan) -> Head:

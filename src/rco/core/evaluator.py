@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rco.core.measured_curvature import MeasuredCurvature
 from rco.core.moves import is_spent
-from rco.core.objective import Loss, Request, as_objective, one_hot
+from rco.core.objective import Answer, Loss, Request, as_objective, one_hot
 from rco.core.problem import AllocationProblem
 
 __all__ = ["Evaluator", "OutOfAllowance", "SearchStopped"]
@@ -112,6 +112,14 @@ class Evaluator:
             values[position] = float(function(gates, batch))
             self.forwards += 1
         return _finite(values)
+
+    def scores(self, function: Callable[[], Answer], forwards: int) -> tuple[float, np.ndarray]:
+        """Loss and scores that a function measures by a backward and so many forwards, counted as such."""
+        self._take(forwards + 2)
+        loss, found = function()
+        self.forwards += forwards
+        self.backwards += 1
+        return loss, _finite(found.numpy())
 
     def losses(self, choices: np.ndarray, options: int, batches: Sequence[int]) -> np.ndarray:
         """Losses of an allocation on some batches of the objective (not of its selection split)."""

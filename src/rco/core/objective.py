@@ -124,8 +124,22 @@ class Objective:
         """Share in [0, 1] of the compressed model's tokens that the full model would accept; higher is better."""
         raise NotImplementedError(f"{type(self).__name__} has no acceptance.")
 
+    def output_scores(self, gates: Tensor, batch: int) -> Answer:
+        """Cross-entropy at the gates, and (N, K) scores of the options of every group.
+
+        A score sums, over the outputs of a group's layers, squared gradients times squared changes of the output.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no outputs of layers.")
+
+    def delta_losses(self, gates: Tensor, batch: int) -> Answer:
+        """Cross-entropy at the gates, and (N,) scores of the options that the gates pick.
+
+        A score sums sizes of gradients times changes, over a group's weights and rounded inputs.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no weights of layers.")
+
     def offers(self, name: str) -> bool:
-        """Whether an optional method (``noisy_loss``, ``acceptance``) is defined."""
+        """Whether an optional method (``noisy_loss``, ``acceptance``, ``output_scores``, ...) is defined."""
         own = getattr(self, name)
         return getattr(own, "__func__", own) is not getattr(Objective, name)
 
@@ -173,6 +187,14 @@ class ForwardingObjective(Objective):
     def acceptance(self, gates: Tensor, batch: int) -> Tensor:
         """As the inner objective."""
         return self.objective.acceptance(gates, batch)
+
+    def output_scores(self, gates: Tensor, batch: int) -> Answer:
+        """As the inner objective."""
+        return self.objective.output_scores(gates, batch)
+
+    def delta_losses(self, gates: Tensor, batch: int) -> Answer:
+        """As the inner objective."""
+        return self.objective.delta_losses(gates, batch)
 
     def offers(self, name: str) -> bool:
         """As the inner objective."""
@@ -235,6 +257,14 @@ class _Adapted(Objective):
     def acceptance(self, gates: Tensor, batch: int) -> Tensor:
         share: Tensor = self._given.acceptance(gates, batch)
         return share
+
+    def output_scores(self, gates: Tensor, batch: int) -> Answer:
+        found: Answer = self._given.output_scores(gates, batch)
+        return found
+
+    def delta_losses(self, gates: Tensor, batch: int) -> Answer:
+        found: Answer = self._given.delta_losses(gates, batch)
+        return found
 
     def offers(self, name: str) -> bool:
         return callable(getattr(self._given, name, None))

