@@ -18,13 +18,14 @@ from rco.core.moves import spend
 from rco.core.problem import InfeasibleBudgetError
 from rco.export.exporter import ExportError, ExportRequest
 from rco.export.gguf_container import GGUFExporter, written_file
-from rco.formats.ggml.block_types import GGMLFormat
+from rco.formats.ggml.block_types import BLOCK_TYPES, GGMLFormat
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
 from rco.models.gguf_file import GGUFReader, padded
 from rco.models.loading import load_model, wrap_model
 from rco.models.moe.linears import model_linears
 from rco.models.zoo import ModelError
+from rco.pipeline.estimate import encoding_seconds
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need the extra gguf")
 pytest.importorskip("libggml", reason="ggml's encoders are in the extra gguf")
@@ -234,6 +235,13 @@ def test_weights_that_do_not_fit_the_file_are_refused(loaded, tmp_path):
         finally:
             info.module.weight.copy_(kept)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_time_of_encoding_is_that_of_every_type_on_offer(loaded):
+    plan = plan_of(loaded, types="iq4_nl,q8_0")
+    weights = sum(info.parameters for info in plan.linears)
+    assert encoding_seconds(plan, 2) == pytest.approx(weights / 1e6 * (1 / 2.2 + 1 / 100) / 2)
+    assert encoding_seconds(plan_of(loaded, types=",".join(BLOCK_TYPES)), 2) > encoding_seconds(plan, 2)
 
 
 def test_padding_counts():

@@ -13,19 +13,27 @@ from torch import Tensor
 from rco.compression.compression import Compression, Residency
 from rco.compression.memory import SearchMemory, search_memory
 from rco.compression.plan import CompressionPlan
+from rco.formats.ggml.block_types import GGMLFormat
 from rco.models.capture import LoneBlockError, block_kinds, lone_block
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.linears import ExpertLinear, model_linears
 from rco.models.precision import compute_dtype
 
-__all__ = ["Estimate", "choose_residency", "estimate", "forward_seconds"]
+__all__ = ["Estimate", "choose_residency", "encoding_seconds", "estimate", "forward_seconds"]
 
 # A block is timed on few tokens first, then on more while a pass stays below the limit.
 _FEWEST_TOKENS = 16
 _GROWTH = 4
 _REPEATS = 5
 _SECONDS = 0.1
+
+# Million weights that one core encodes in a second with an importance matrix (benchmarks/gguf_menu.py).
+_ENCODED = {
+    "iq2_xxs": 1.3, "iq2_xs": 0.5, "iq2_s": 2.3, "q2_k": 3.2, "iq3_xxs": 1.2, "iq3_s": 1.2, "q3_k": 9.6,
+    "iq4_xs": 2.0, "iq4_nl": 2.2, "q4_k": 2.9, "q4_0": 17.0, "q4_1": 17.0, "q5_0": 17.0, "q5_1": 17.0, "q5_k": 2.9,
+    "q6_k": 14.0, "q8_0": 100.0,
+}  # fmt: skip
 
 _COMPARED = 6  # allocations compared on the selection text
 _EVALUATED = 8  # evaluated allocations, including the full model
@@ -154,7 +162,10 @@ def estimate(compression: Compression, config: Any, residency: Residency, memory
         + sequences  # the reference
         + _EVALUATED * config.evaluation
     )
-    if not removal:
+    encoding = 0.0
+    if compression.plan.target is not None:
+        encoding = encoding_seconds(compression.plan, torch.get_num_threads())
+    elif not removal:
         passes += _candidate_passes(compression, config)
     elif config.by_domain:
         passes *= _SEARCHES_BY_DOMAIN
@@ -165,10 +176,21 @@ def estimate(compression: Compression, config: Any, residency: Residency, memory
         reference_bytes=sequences * config.length * hidden * dtype.itemsize,
         activation_bytes=memory.activations,
         workspace_bytes=memory.workspace,
-        seconds=passes * forward_seconds(loaded, dtype, config.length),
+        seconds=encoding + passes * forward_seconds(loaded, dtype, config.length),
         residency=residency,
         on_gpu=loaded.device.type == "cuda",
     )
+
+
+def encoding_seconds(plan: CompressionPlan, threads: int) -> float:
+    """Time in which ggml encodes every option of a GGUF plan."""
+    million = sum(
+        sum(member.parameters for member in group.members) / _ENCODED[option.name]
+        for group in plan.groups
+        for option in group.options
+        if isinstance(option, GGMLFormat)
+    )
+    return million / 1e6 / threads
 
 
 def _candidate_passes(compression: Compression, config: Any) -> float:
