@@ -45,7 +45,18 @@ def outcome(run):
     metrics = json.loads((run / "metrics.json").read_text())
     history = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in history]
-    return found["allocation"], found["candidates"], losses, metrics["evaluation"], metrics["certificate"]
+    tuned = metrics.get("tuning")
+    if tuned is not None:
+        weights = CandidateStore.open(run / "tuned").manifest if tuned["improved"] else None
+        tuned = tuned["before"], tuned["after"], tuned["curve"], weights
+    return (
+        found["allocation"],
+        found["candidates"],
+        losses,
+        metrics["evaluation"],
+        metrics["certificate"],
+        tuned,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +67,7 @@ def alone(folder, job):
         code, _, err = rank_jobs.command([*job(kind), "--out", str(folder / f"{kind}-alone")])
         assert code == 0, err
         runs[kind] = outcome(folder / f"{kind}-alone")
+    assert runs["quantize"][-1][-1] is not None, "nothing was tuned"
     return runs
 
 

@@ -335,7 +335,7 @@ def _assist(
         for _ in _measured(planned, data, listed, tuned):
             pass
 
-    planned.ranks.follow({"search": search, "evaluation": evaluate, **tasks})
+    planned.ranks.follow({"search": search, "evaluation": evaluate, "wait": lambda: None, **tasks})
 
 
 # ------------------------------------------------------------------------ after the search

@@ -43,6 +43,7 @@ _MOST_SEQUENCES = 1 << 12  # distinct sequences; their reference is in host memo
 _FEWEST_STEPS = 32  # before a step takes more than one sequence
 _MOST_PER_STEP = 8
 _BETWEEN_STATES = 9  # time to the next checkpoint, as a multiple of what the last one took
+_CALL_SECONDS = 20.0  # between calls to ranks that wait
 _FOLDER = "tuned"
 _LABEL = "tuned"
 
@@ -217,7 +218,8 @@ def tune_stage(
 ) -> Planned:
     """Tune the chosen weights, or read them from the run; the returned plan's compression has them.
 
-    The plan is returned as it is if nothing is tuned or tuning did not improve the loss on the selection text.
+    The plan is returned as it is if nothing is tuned or tuning did not improve the loss on the selection text. Of
+    several ranks, rank 0 tunes and calls the task ``wait`` on the others.
 
     Args:
         config: Settings of the run.
@@ -260,7 +262,7 @@ def tune_stage(
             texts[0],
             texts[1],
             plan.settings,
-            on_progress=progress.stage("tuning"),
+            on_progress=_calling(planned, progress.stage("tuning")),
             on_checkpoint=states.save,
             resume=states.last,
         )
@@ -276,6 +278,20 @@ def tune_stage(
         run.update_metrics({"tuning": _described(plan, found, weights)})
     run.clear_checkpoints()
     return _with_tuned(planned, allocation, run)
+
+
+def _calling(planned: Planned, report: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """Progress that also calls the waiting ranks now and then: they would give up a rank that stays silent."""
+    last = time.monotonic()
+
+    def told(done: int, total: int) -> None:
+        nonlocal last
+        report(done, total)
+        if time.monotonic() - last >= _CALL_SECONDS:
+            planned.ranks.call("wait")
+            last = time.monotonic()
+
+    return told
 
 
 class _States:
