@@ -42,14 +42,15 @@ def main():
     write_json_atomic(
         arguments.out,
         {
-            "models": {name: {"sizes": losses.sizes} for name, losses in models.items()},
+            "models": {name: {"searched_bytes": losses.sizes} for name, losses in models.items()},
             "sequences": arguments.sequences,
             "length": arguments.length,
             "tolerance": TOLERANCE,
             "menu": kept,
             "left_out": [{"type": name, "largest_rise": rises[name]} for name in dropped],
-            "rise_without_one_more": {
-                name: max(losses.rise({*dropped, name}) for losses in models.values()) for name in kept
+            "rise_without_one_more": {  # None: some size cannot be reached
+                name: finite(max(losses.rise({*dropped, name}) for losses in models.values()))
+                for name in kept
             },
             "million_weights_per_second": {name: speed(name) for name in types},
             "environment": environment(),
@@ -105,6 +106,10 @@ class Losses:
         """Largest relative rise of the loss over the sizes."""
         found = [self.solve(problem, left_out) for problem in self.problems]
         return max(new / old - 1.0 for new, old in zip(found, self.best, strict=True))
+
+
+def finite(number):
+    return None if np.isinf(number) else number
 
 
 def eliminate(types, models):

@@ -37,10 +37,10 @@ from rco.models.zoo import ModelError
 __all__ = ["DEFAULT_TYPES", "GGUFTarget", "parse_types"]
 
 DEFAULT_TYPES = (
-    "iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_k", "q5_0", "q5_k",
+    "iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "iq4_xs", "iq4_nl", "q4_k", "q5_0", "q5_k", "q5_1",
     "q6_k", "q8_0",
 )  # fmt: skip
-"""Types that a search chooses from unless others are named; those that fit a row are offered to it."""
+"""Types that a search chooses from unless others are named (benchmarks/gguf_menu.py); a row is offered those that fit."""
 
 # llama.cpp's numbers of whole files, by the type of most of their weights.
 _FILE_TYPES = {

@@ -31,7 +31,7 @@ _SECONDS = 0.1
 # Million weights that one core encodes in a second with an importance matrix (benchmarks/gguf_menu.py).
 _ENCODED = {
     "iq2_xxs": 1.3, "iq2_xs": 0.5, "iq2_s": 2.3, "q2_k": 3.2, "iq3_xxs": 1.2, "iq3_s": 1.2, "q3_k": 9.6,
-    "iq4_xs": 2.0, "iq4_nl": 2.2, "q4_k": 2.9, "q4_0": 17.0, "q4_1": 17.0, "q5_0": 17.0, "q5_1": 17.0, "q5_k": 2.9,
+    "iq4_xs": 2.0, "iq4_nl": 2.2, "q4_k": 2.9, "q4_0": 17.0, "q4_1": 3.5, "q5_0": 17.0, "q5_1": 3.0, "q5_k": 2.9,
     "q6_k": 14.0, "q8_0": 100.0,
 }  # fmt: skip
 
