@@ -40,7 +40,7 @@ DEFAULT_TYPES = (
     "iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "iq4_xs", "iq4_nl", "q4_k", "q5_0", "q5_k", "q5_1",
     "q6_k", "q8_0",
 )  # fmt: skip
-"""Types that a search chooses from unless others are named (benchmarks/gguf_menu.py); a row is offered those that fit."""
+"""Types that a search chooses from unless others are named, where they fit (benchmarks/gguf_menu.py)."""
 
 # llama.cpp's numbers of whole files, by the type of most of their weights.
 _FILE_TYPES = {
