@@ -30,7 +30,11 @@ transformers.logging.set_verbosity_error()
 ids = torch.tensor(json.loads(sys.argv[1]))
 for folder in sys.argv[4:]:
     try:
-        model, report = getattr(transformers, sys.argv[2]).from_pretrained(
+        # Language parts that only their own class loads are loaded with the class that the checkpoint names.
+        config = json.load(open(f"{folder}/config.json"))
+        known = config["model_type"] in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        loader = getattr(transformers, sys.argv[2] if known else config["architectures"][0])
+        model, report = loader.from_pretrained(
             folder, dtype="auto", output_loading_info=True, trust_remote_code=sys.argv[3] == "True"
         )
         with torch.no_grad():

@@ -127,6 +127,16 @@ _SIZED_BY_HAND: dict[str, dict[str, Any]] = {
         ),
         _WIDE_KEYS,
     ),
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "dbrx": {
+        "d_model": 32,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "falcon": {"head_dim": None},
     "gemma3n_text": {
         "num_hidden_layers": 5, "num_kv_shared_layers": 1, "intermediate_size": [48] * 5,
@@ -136,8 +146,42 @@ _SIZED_BY_HAND: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global"], 3]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 8},
+    "xlm": {"emb_dim": 32, "use_lang_emb": False},
     "xlstm": {"v_head_dim": None},
     "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+
+
+_VISION: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 16, "patch_size": 8,
+}  # fmt: skip
+# Parts beside the language part, and the model type of the language part where transformers does not fill it in.
+_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "emu3": ("emu3_text_model", {"vq_config": {
+        "codebook_size": 8, "embed_dim": 4, "base_channels": 32, "channel_multiplier": (1,), "num_res_blocks": 1,
+        "attn_resolutions": (), "hidden_size": 16,
+    }}),
+    "git": ("", {"vision_config": _VISION}),
+    "got_ocr2": ("qwen2", {"vision_config": {
+        **_VISION, "output_channels": 8, "global_attn_indexes": (0,), "mlp_dim": 16, "window_size": 2,
+    }}),
+    "mllama": ("mllama_text_model", {"vision_config": {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2,
+        "intermediate_size": 16, "vision_output_dim": 32, "image_size": 16, "patch_size": 8,
+        "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]], "max_num_tiles": 1,
+    }}),
+    "moss_transcribe_diarize": ("qwen3", {"audio_config": {
+        "num_mel_bins": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+        "hidden_size": 16, "max_source_positions": 16,
+    }, "audio_token_id": 90}),
+    "phi4_multimodal": ("", {
+        "vision_config": {**_VISION, "crop_size": 16},
+        "audio_config": {
+            "hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2, "input_size": 8,
+            "ext_pw_out_channel": 16, "depthwise_separable_out_channel": 16, "nemo_conv_channels": 16,
+        },
+    }),
 }  # fmt: skip
 
 
@@ -179,7 +223,10 @@ def _sized_config(model_type: str, changes: dict[str, Any]) -> Any:
     special = {name: value for name, value in _COMMON.items() if name.endswith("_token_id")}
     settings = {**special, **present, **_SIZED_BY_HAND.get(model_type, {}), **changes}
     settings = {name: value for name, value in settings.items() if value is not None}
-    return AutoConfig.for_model(model_type, **settings)
+    language, parts = _PARTS.get(model_type, ("", {}))
+    if language:
+        return AutoConfig.for_model(model_type, text_config={"model_type": language, **settings}, **parts)
+    return AutoConfig.for_model(model_type, **settings, **parts)
 
 
 def tiny_model(

@@ -74,13 +74,18 @@ def find_layers(model: nn.Module) -> tuple[list[MoELayer], list[UnreadExperts]]:
 
 
 def _stacks(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters of stacked matrices in a module that is named after experts, or whose parameters are."""
+    """Parameters of stacked matrices in a module that is named after experts, or whose parameters are.
+
+    Matrices of several experts below each other are stacked, too.
+    """
+    named = "expert" in type(module).__name__.lower() and not isinstance(module, nn.Linear)
     found: dict[str, Tensor] = {
         name: value
         for name, value in module.named_parameters(recurse=False)
-        if value.ndim == 3 and value.is_floating_point() and min(value.shape[1:]) > 1
+        if value.is_floating_point()
+        and min(value.shape[-2:], default=0) > 1
+        and (value.ndim == 3 or (named and value.ndim == 2 and name != "weight" and "bias" not in name))
     }
-    named = "expert" in type(module).__name__.lower()
     return found if named or {"gate_up_proj", "down_proj"} <= found.keys() else {}
 
 
@@ -101,7 +106,7 @@ def _facts(model: nn.Module, place: str, block: nn.Module, child: str, experts: 
     up, down = own.get(rising), own.get("down_proj")
     if up is None or down is None:
         return f"{type(experts).__name__} does not hold {rising} and down_proj"
-    if not hasattr(experts, "_apply_gate" if gated else "act_fn"):
+    if up.ndim != 3 or not hasattr(experts, "_apply_gate" if gated else "act_fn"):
         return f"{type(experts).__name__} is not a stack of plain experts"
     if getattr(experts, "has_post_expert_norm", False) or up.shape[0] != down.shape[0]:
         return f"{type(experts).__name__} computes more than plain experts"
