@@ -160,6 +160,51 @@ def test_the_hub_out_of_reach(monkeypatch, tmp_path):
         load_model("someone/model")
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("GatedRepoError", r"someone/model is gated: accept its terms .*`hf auth login` or set HF_TOKEN"),
+        ("RevisionNotFoundError", r"someone/model has no revision 'v9': pass a branch, a tag or a commit"),
+        (
+            "RepositoryNotFoundError",
+            r"no model 'someone/model', or it is private: .*`hf auth login` or",
+        ),
+        (
+            "HfHubHTTPError",
+            r"not on this machine and the Hub cannot be reached: download it where",
+        ),
+    ],
+)
+def test_what_the_hub_refuses_is_said_with_a_remedy(monkeypatch, kind, message):
+    from huggingface_hub import errors
+
+    refusal = getattr(errors, kind)
+
+    def refuse(*args, **kwargs):
+        raise refusal.__new__(refusal)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(ModelError, match=message):
+        load_model("someone/model", revision="v9")
+
+
+def test_code_of_a_hub_model_is_not_run_unless_asked_for(monkeypatch, folder):
+    (folder / "own.py").write_text("raise SystemExit('the code of the model ran')")
+    edit_config(
+        folder, model_type="own", architectures=["OwnForCausalLM"], auto_map={"AutoConfig": "own.OwnConfig"}
+    )
+    asked = []
+
+    def snapshot(hub_id, *, allow_patterns, **settings):
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    for load in (load_model, outline_model):
+        with pytest.raises(ModelError, match="needs the Python code it ships; pass `trust_remote_code=True`"):
+            load("someone/model")
+
+
 def test_a_revision_of_a_hub_model_is_loaded_from_its_snapshot(monkeypatch, folder):
     asked = []
 

@@ -34,7 +34,8 @@ def command_from_config(config: type, run: Callable[[Any, Switches], None]) -> C
     switches = inspect.signature(Switches).parameters
     hints = get_type_hints(Switches, include_extras=True)
     fields = sorted(dataclasses.fields(config), key=_place)
-    parameters = [_parameter(field, get_type_hints(config)[field.name]) for field in fields]
+    own = get_type_hints(config)
+    parameters = [_parameter(field, own[field.name]) for field in fields]
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=p.default, annotation=hints[name])
         for name, p in switches.items()

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from scipy.optimize import linprog
-from scipy.sparse import csr_matrix
 from torch import Tensor
 
 from rco.core.problem import AllocationProblem
@@ -74,6 +72,9 @@ def _priced_costs(losses: np.ndarray, problem: AllocationProblem) -> np.ndarray:
 
 def _joint_prices(losses: np.ndarray, problem: AllocationProblem) -> np.ndarray:
     """(q,) multipliers of joint budgets, none negative: the dual of the linear relaxation."""
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_matrix
+
     rows, columns = np.nonzero(problem.allowed)
     cells = np.arange(len(rows))
     once = csr_matrix((np.ones(len(rows)), (rows, cells)), shape=(problem.num_groups, len(rows)))

@@ -12,7 +12,6 @@ from typing import Literal, overload
 
 import numpy as np
 import torch
-from scipy.optimize import lsq_linear
 from torch import Tensor
 
 from rco.core.expected_cost import ExpectedCost, LocalCost
@@ -388,6 +387,8 @@ def _onto_cone(rows: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     By Moreau's decomposition it is ``v`` plus the non-negative combination of rows nearest to ``-v``: non-negative
     least squares, for which bounded-variable least squares is the more dependable of scipy's two solvers.
     """
+    from scipy.optimize import lsq_linear
+
     vector = v.flatten()
     held = rows @ vector < 0
     if bool(held.any()) and len(rows) > 1:

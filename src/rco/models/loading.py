@@ -354,7 +354,7 @@ def check_config(config: dict[str, Any], label: str, trust_remote_code: bool = F
         )
     if not trust_remote_code:
         raise ModelError(
-            f"{shown} needs the Python code it ships; pass trust_remote_code=True if you trust it."
+            f"{shown} needs the Python code it ships; pass `trust_remote_code=True` if you trust it."
         )
 
 
