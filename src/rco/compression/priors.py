@@ -88,7 +88,8 @@ def _joint_prices(losses: np.ndarray, problem: AllocationProblem) -> np.ndarray:
     )
     if solved.status != 0:
         raise RuntimeError(f"The relaxation of the joint budgets was not solved: {solved.message}")
-    return np.maximum(-solved.ineqlin.marginals, 0.0)
+    prices: np.ndarray = np.maximum(-solved.ineqlin.marginals, 0.0)
+    return prices
 
 
 def _price(losses: np.ndarray, costs: np.ndarray, budget: float) -> float:
