@@ -615,7 +615,8 @@ def on_host(weights: Weights) -> dict[str, Stored]:
 def tensors_of(weights: Weights) -> dict[str, dict[str, Tensor]]:
     """The tensors of stored weights, for a checkpoint."""
     return {
-        name: {part: tensor.cpu() for part, tensor in stored.tensors.items()}
+        # Copies: parts may share the memory of one buffer, all of which would be saved with each.
+        name: {part: tensor.cpu().clone() for part, tensor in stored.tensors.items()}
         for name, stored in weights.items()
     }
 

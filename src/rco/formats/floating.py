@@ -413,9 +413,11 @@ def _stored_scales(
     """Scales that take ``largest`` to the largest element: as stored, and as multiplied with."""
     top = _TOP[kind.element]
     if kind.scaling == "group32":
-        exponent = torch.ceil(torch.log2(largest.double() / top)).clamp(-126, 127)
-        exponent = torch.where(largest > 0, exponent, torch.zeros_like(exponent)).to(torch.int32)
-        return (exponent + 127).to(torch.uint8), torch.exp2(exponent.float())
+        # By parts of the number, because logarithms of powers of two are not exact on every device.
+        mantissa, exponent = torch.frexp(largest.double() / top)
+        exponent = torch.where(mantissa > 0.5, exponent, exponent - 1).clamp(-126, 127)
+        stored = torch.where(largest > 0, exponent + 127, 127).to(torch.uint8)
+        return stored, _power_of_two(stored)
     if kind.scaling == "group16":
         assert global_scale is not None
         wanted = largest.float() / top * global_scale
@@ -461,7 +463,7 @@ class FloatingWeight(CodedWeight):
         if scaling == "group16":
             return scales.view(torch.float8_e4m3fn).float() / self.tensors["weight_global_scale"]
         if scaling == "group32":
-            return torch.exp2(scales.float() - 127)
+            return _power_of_two(scales)
         return scales
 
     def with_codes(self, codes: Tensor) -> FloatingWeight:
@@ -750,7 +752,13 @@ def _mx_scales(x: Tensor, offset: int) -> Tensor:
     )  # half of E2M1's mantissa step: rounds to a neighbouring power
     exponent = ((bits >> 23) & 0xFF) - offset
     exponent = torch.where(largest > 0, exponent.clamp(0, 254), torch.zeros_like(exponent))
-    return torch.exp2(exponent.float() - 127)
+    return _power_of_two(exponent)
+
+
+def _power_of_two(biased: Tensor) -> Tensor:
+    """``2^(biased - 127)`` of whole numbers from 0 to 254, float32, exact on every device."""
+    normal = biased.to(torch.int32) << 23  # the bits of a float32 with this exponent
+    return torch.where(normal > 0, normal, 1 << 22).view(torch.float32)
 
 
 def _round_mx4(x: Tensor) -> Tensor:
