@@ -156,11 +156,16 @@ def test_engines_refuse_formats_that_they_cannot_run(llama):
     layout, linears = llama
     served = make_plan(layout, linears, serve="vllm", formats=named("nvfp4-a4", "fp8-dynamic", "original"))
     assert {len(group.members) for group in served.groups} == {1, 2, 3}
-    for engine, name in [("vllm", "mxfp4"), ("vllm", "mxfp8"), ("vllm-marlin", "nvfp4-a4")]:
+    for engine, name in [
+        ("vllm", "mxfp4"),
+        ("vllm", "mxfp8"),
+        ("vllm", "fp8-block"),
+        ("vllm-marlin", "nvfp4-a4"),
+    ]:
         with pytest.raises(ValueError, match=f"not {name}"):
             make_plan(layout, linears, serve=engine, formats=named(name, "original"))
     # A block of 128 rows would lie in two of the matrices that are merged.
-    blocks = make_plan(layout, linears, serve="vllm", formats=named("fp8-block", "nvfp4", "original"))
+    blocks = make_plan(layout, linears, serve="vllm", formats=named("fp8-block-dynamic", "nvfp4", "original"))
     assert {len(group.options) for group in blocks.groups if len(group.members) > 1} == {2}
 
 

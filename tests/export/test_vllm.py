@@ -45,14 +45,13 @@ MENUS = {
 NEW = 12
 
 
-def scored(loaded, prompts, answers):
-    """Log-probabilities (tokens, vocabulary) of the evaluated model after every token, in the engine's type."""
-    found = []
+def scored(model, prompts, answers):
+    """Log-probabilities (tokens, vocabulary) after every token of prompts and answers."""
     with torch.no_grad():
-        for prompt, answer in zip(prompts, answers, strict=True):
-            tokens = torch.tensor([prompt + answer["tokens"]])
-            found.append(loaded.model(tokens).logits[0].float().log_softmax(-1))
-    return found
+        return [
+            model(torch.tensor([prompt + answer["tokens"]])).logits[0].float().log_softmax(-1)
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
 
 
 def written(folder):
@@ -108,18 +107,23 @@ def test_vllm_computes_what_was_evaluated(answered, menu):
     loaded, prompts, weights, answers = answered
     found = answers[menu]
     assert "error" not in found, found
-    model = replace(loaded, model=copy.deepcopy(loaded.model))
-    decode_into(model, weights[menu])
-    differences, same = [], 0
-    for prompt, answer, ours in zip(prompts, found, scored(model, prompts, found), strict=True):
+    evaluated = replace(loaded, model=copy.deepcopy(loaded.model))
+    decode_into(evaluated, weights[menu])
+    ours = scored(evaluated.model, prompts, found)
+    exact = scored(evaluated.model.float(), prompts, found)
+    noise, differences, behind, same = [], [], [], 0
+    for prompt, answer, mine, other in zip(prompts, found, ours, exact, strict=True):
         tokens = torch.tensor(prompt + answer["tokens"])
-        mine = ours[:-1].gather(1, tokens[1:, None])[:, 0]
-        differences.append((mine - torch.tensor(answer["prompt"] + answer["answer"])).abs())
-        greedy = ours[len(prompt) - 1 : -1]
-        # Its greedy token is ours, up to ties within the rounding of the logits.
-        assert (greedy.max(-1).values - greedy.gather(1, tokens[len(prompt) :, None])[:, 0] < 0.25).all()
-        same += int((greedy.argmax(-1) == tokens[len(prompt) :]).sum())
-    difference = torch.cat(differences)
-    assert difference.mean() < 0.03  # bfloat16 has steps of 0.06 at logits of 8 to 16
-    assert difference.max() < 0.3
-    assert same >= 0.9 * NEW * len(prompts)
+        mine_of, other_of = (each[:-1].gather(1, tokens[1:, None])[:, 0] for each in (mine, other))
+        noise.append((mine_of - other_of).abs())
+        differences.append((mine_of - torch.tensor(answer["prompt"] + answer["answer"])).abs())
+        greedy, taken = mine[len(prompt) - 1 : -1], tokens[len(prompt) :]
+        behind.append(greedy.max(-1).values - greedy.gather(1, taken[:, None])[:, 0])
+        same += int((greedy.argmax(-1) == taken).sum())
+    # As far from ours as ours in bfloat16 is from ours in float32: inputs of few bits amplify any difference.
+    unit = torch.cat(noise)
+    assert torch.cat(differences).mean() < 1.5 * unit.mean() + 0.01
+    assert torch.cat(differences).max() < 3 * unit.max() + 0.1
+    assert torch.cat(behind).max() < unit.max() + 0.15  # its greedy token is ours, or nearly as likely
+    rounded = any(getattr(parse(name), "rounds_inputs", False) for name in MENUS[menu])
+    assert same >= (0.6 if rounded else 0.9) * NEW * len(prompts)

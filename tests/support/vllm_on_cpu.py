@@ -107,12 +107,7 @@ def e4m3(layer):
     scale = getattr(layer, "weight_scale", None)
     scale = (layer.weight_scale_inv if scale is None else scale).data.to(torch.bfloat16).float()
     if layer.weight_block_size is None:
-        weight = (
-            weight
-            if weight.shape[0] == scale.shape[0] and weight.shape[0] == sum(layer.logical_widths)
-            else weight.T
-        )
-        return weight * scale.view(-1, 1)
+        return weight.T * scale.view(-1, 1)
     rows = scale.repeat_interleave(128, dim=0)[: len(weight)]
     return weight * rows.repeat_interleave(128, dim=1)[:, : weight.shape[1]]
 

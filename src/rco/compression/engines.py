@@ -20,11 +20,12 @@ projection of all experts of a layer; all experts."""
 _PACKED = frozenset(range(1, 9))  # widths of the format
 _FLOATING = frozenset(FloatingPoint.names())
 # vLLM has one scheme for MXFP4 and one for MXFP8, which round inputs on GPUs that can: weights alone are no option.
-_VLLM_FLOATING = _FLOATING - {"mxfp4", "mxfp8"}
+# E4M3 blocks with unrounded inputs fail an assertion at loading (0.32).
+_VLLM_FLOATING = _FLOATING - {"mxfp4", "mxfp8", "fp8-block"}
 # Its fused experts have no scheme for E4M3 weights with unrounded inputs.
-_VLLM_FLOATING_EXPERTS = _VLLM_FLOATING - {"fp8", "fp8-block"}
+_VLLM_FLOATING_EXPERTS = _VLLM_FLOATING - {"fp8"}
 # Marlin kernels never round inputs.
-_MARLIN_FLOATING = frozenset({"fp8", "fp8-block", "nvfp4", "mxfp4"})
+_MARLIN_FLOATING = frozenset({"fp8", "nvfp4", "mxfp4"})
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ ENGINES: dict[str, Engine] = {
             experts="layer",
             asymmetric_experts=False,
             floating=_MARLIN_FLOATING,
-            floating_experts=_MARLIN_FLOATING - {"fp8", "fp8-block"},
+            floating_experts=_MARLIN_FLOATING - {"fp8"},
         ),
         Engine(
             "llamacpp",
