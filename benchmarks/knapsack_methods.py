@@ -61,10 +61,10 @@ class Trace:
 
 def start_logits(instances: list[Instance], seed: int) -> torch.Tensor:
     """Where every method starts: standard normal logits, shifted onto ``C = B``; all instances stacked."""
-    problem, values = stack(instances, "==")
+    problem, values = stack(instances)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(values.shape, generator=generator, dtype=torch.float64)
-    return BudgetManifold(problem).retract(logits)
+    return BudgetManifold(problem, surface="==").retract(logits)
 
 
 def run_method(
@@ -82,8 +82,8 @@ def run_method(
         return [_run_multipliers(instances, start, steps, lr, setting) for setting in settings]
     if method not in METHODS:
         raise ValueError(f"No method is called {method!r}; there are {', '.join(METHODS)}.")
-    sense: Literal["==", "<="] = "<=" if "slack" in method else "=="
-    return [_run_manifold(instances, start, steps, lr, sense, printed=method in _PRINTED)]
+    surface: Literal["==", "<="] = "<=" if "slack" in method else "=="
+    return [_run_manifold(instances, start, steps, lr, surface, printed=method in _PRINTED)]
 
 
 def _repaired(x: np.ndarray, instance: Instance) -> float:
@@ -96,11 +96,11 @@ def _run_manifold(
     start: torch.Tensor,
     steps: int,
     lr: float,
-    sense: Literal["==", "<="],
+    surface: Literal["==", "<="],
     printed: bool,
 ) -> list[Trace]:
-    problem, stacked = stack(instances, sense)
-    manifold = BudgetManifold(problem)
+    problem, stacked = stack(instances)
+    manifold = BudgetManifold(problem, surface=surface)
     values, budgets = torch.from_numpy(stacked), problem.float_budgets
     x = start.clone()
     optimizer = RiemannianAdam([x], manifold, lr=lr, one_sided=not printed, straighten=not printed)

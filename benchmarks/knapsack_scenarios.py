@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -129,8 +129,8 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def make_instance(name: str, index: int, seed: int = 0, sense: Literal["==", "<="] | None = None) -> Instance:
-    """Instance ``index`` of a scenario; the same arguments always give the same instance."""
+def make_instance(name: str, index: int, seed: int = 0) -> Instance:
+    """Instance ``index`` of a scenario, whose budget may be left unspent; the same arguments give the same one."""
     if name not in SCENARIOS:
         raise ValueError(f"No scenario is called {name!r}; there are {', '.join(SCENARIOS)}.")
     scenario = SCENARIOS[name]
@@ -139,17 +139,15 @@ def make_instance(name: str, index: int, seed: int = 0, sense: Literal["==", "<=
     total = costs * (1 if weights is None else weights[:, None])
     low, high = total.min(axis=1).sum(), total.max(axis=1).sum()
     budget = int(np.floor(low + share * (high - low)))
-    problem = AllocationProblem(costs, budget, weights=weights, sense=sense)
+    problem = AllocationProblem(costs, budget, weights=weights, sense="<=")
     return Instance(name, index, problem, np.ascontiguousarray(values, dtype=np.float64))
 
 
-def stack(
-    instances: list[Instance], sense: Literal["==", "<="] | None
-) -> tuple[AllocationProblem, np.ndarray]:
+def stack(instances: list[Instance]) -> tuple[AllocationProblem, np.ndarray]:
     """Instances as the blocks of one problem: separable budgets run side by side on one manifold."""
     costs = np.concatenate([instance.problem.directions[0] for instance in instances])
     weights = np.concatenate([instance.problem.weights for instance in instances])
     blocks = np.repeat(np.arange(len(instances)), [instance.problem.num_groups for instance in instances])
     budgets = [instance.problem.budgets[0] for instance in instances]
-    problem = AllocationProblem(costs, budgets, weights=weights, blocks=blocks, sense=sense)
+    problem = AllocationProblem(costs, budgets, weights=weights, blocks=blocks, sense="<=")
     return problem, np.concatenate([instance.values for instance in instances])

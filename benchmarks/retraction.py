@@ -37,10 +37,12 @@ class _Recorder(BudgetManifold):
     """A manifold that retracts by Newton and notes what bisection would have taken."""
 
     def __init__(self, problem: AllocationProblem) -> None:
-        super().__init__(problem)
+        super().__init__(problem, surface="==")
         budget = float(problem.budgets[0] - problem.feasible_range[0])
         # Bisection stops at half its tolerance, as Newton does; tolerances are relative to what can be spent.
-        self.other = BudgetManifold(problem, retraction="bisection", tol=2 * _PAPER_TOLERANCE / budget)
+        self.other = BudgetManifold(
+            problem, retraction="bisection", tol=2 * _PAPER_TOLERANCE / budget, surface="=="
+        )
         self.newton: list[tuple[int, float]] = []
         self.bisection: list[tuple[int, float]] = []
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import rco
-from rco.baselines.annealing import Annealing, random_move
+from rco.baselines.annealing import Annealing
+from rco.core.annealing import random_move
 from rco.core.moves import uniform_allocation
 from rco.testing import QuadraticObjective, random_problem, true_optimum
 

@@ -41,18 +41,18 @@ def test_the_thirteen_scenarios_and_their_sizes() -> None:
         make_instance("vast", 0)
 
 
-@pytest.mark.parametrize(("method", "sense", "printed"), [
+@pytest.mark.parametrize(("method", "surface", "printed"), [
     ("manifold", "==", False), ("manifold_printed", "==", True),
     ("manifold_slack", "<=", False), ("manifold_slack_printed", "<=", True),
 ])  # fmt: skip
-def test_stacked_runs_equal_the_optimizer_on_each_instance(method: str, sense: str, printed: bool) -> None:
+def test_stacked_runs_equal_the_optimizer_on_each_instance(method: str, surface: str, printed: bool) -> None:
     """Blocks side by side are the instances one by one, step for step."""
     instances = [make_instance("nonuniform", i) for i in range(3)]
     steps = 60
     traces = run_method(method, instances, steps, 0.01, seed=0)[0]
     start = start_logits(instances, 0)
     for j, instance in enumerate(instances):
-        manifold = BudgetManifold(instance.problem.replace(sense=sense))
+        manifold = BudgetManifold(instance.problem, surface=surface)
         values = torch.from_numpy(instance.values)
         x = start[50 * j : 50 * (j + 1)].clone().requires_grad_()
         optimizer = RiemannianAdam([x], manifold, lr=0.01, one_sided=not printed, straighten=not printed)
@@ -131,7 +131,7 @@ def test_repair_does_not_look_for_cheaper_and_better_options() -> None:
 
 def test_stacking_keeps_costs_weights_and_budgets() -> None:
     instances = [make_instance("nonuniform", i) for i in range(2)]
-    problem, values = stack(instances, "<=")
+    problem, values = stack(instances)
     assert problem.sense == "<="
     assert problem.budget == tuple(i.problem.budget for i in instances)
     choices = np.zeros(100, dtype=int)

@@ -13,7 +13,7 @@ from scipy.optimize import minimize as minimize_scipy
 from torch import Tensor
 
 from rco.core.manifold import BudgetManifold
-from rco.core.optimizer import RiemannianAdam, RiemannianOptimizer
+from rco.core.optimizer import Adam, ManifoldOptimizer, RiemannianAdam, RiemannianOptimizer
 from rco.core.problem import AllocationProblem
 
 N, K = 20, 6
@@ -513,3 +513,39 @@ def test_the_allowed_part_is_the_nearest_allowed_direction(seed: int) -> None:
         options={"ftol": 1e-14, "maxiter": 500},
     )
     np.testing.assert_allclose(got, nearest.x, atol=1e-5)
+
+
+def test_adam_is_that_of_torch_bit_for_bit() -> None:
+    rng = torch.Generator().manual_seed(0)
+    mine, theirs = torch.ones(7, 3, dtype=torch.float64), torch.ones(7, 3, dtype=torch.float64)
+    adam, reference = Adam(mine, lr=0.1), torch.optim.Adam([theirs], lr=0.1)
+    for _ in range(30):
+        gradient = torch.randn(7, 3, generator=rng, dtype=torch.float64)
+        adam.step(gradient)
+        theirs.grad = gradient
+        reference.step()
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", ["one", "blocks", "joint", "slack"])
+def test_a_search_moves_its_logits_as_riemannian_adam(kind: str) -> None:
+    problem, rng = _problem(kind), torch.Generator().manual_seed(1)
+    surface = "<=" if kind == "slack" else "=="
+    prior = torch.randn(N, K, generator=rng, dtype=torch.float64)
+    search = ManifoldOptimizer(problem, prior, 0.1, surface)
+    manifold = BudgetManifold(problem, surface=surface)
+    x = manifold.retract(prior.clone()).requires_grad_()
+    optimizer = RiemannianAdam([x], manifold, lr=0.1)
+    again = None
+    for step in range(20):
+        x.grad = torch.randn(N, K, generator=rng, dtype=torch.float64)
+        search.step(x.grad, 0.0)
+        if again is not None:
+            again.step(x.grad, 0.0)
+        optimizer.step()
+        assert torch.equal(search.logits, x)
+        if step == 9:
+            again = ManifoldOptimizer(problem, prior, 0.1, surface)
+            again.load(search.state())
+    assert again is not None
+    assert torch.equal(again.logits, x)

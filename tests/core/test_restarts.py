@@ -92,6 +92,26 @@ def test_a_larger_allowance_is_never_worse(sense):
         assert losses == sorted(losses, reverse=True)
 
 
+def rugged(groups, options, seed):
+    """A loss whose slopes say nothing of the loss at other allocations."""
+    levels = torch.from_numpy(np.random.default_rng(seed).random((groups, options)))
+    return lambda gates: torch.sin(60.0 * (gates * levels).sum()) + torch.sin(90.0 * (gates * levels).sum())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_walks_take_over_where_gradients_mislead(seed):
+    problem, loss = random_problem(seed, 30, 4, sense="<="), rugged(30, 4, seed)
+    losses = [rco.minimize(loss, problem, max_evaluations=most, seed=seed).loss for most in (60, 250, 700)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < -1.9  # no value is below -1.906
+    values = torch.from_numpy(np.random.default_rng(seed).random((30, 4)))
+    for each, looped in ((loss, False), (lambda gates: (gates * values).sum(), True)):
+        result = rco.minimize(each, problem, max_evaluations=500, seed=seed)
+        assert problem.is_feasible(result.allocation)
+        # Nothing is below the optimum that the knapsack of an additive loss's gradients has found.
+        assert (result.settings["steps_taken"] > 0) == looped
+
+
 def test_curvature_is_measured_from_gradients():
     """A convex loss of one number per group, whose second-order cost is known, among other groups' choices."""
     rng = np.random.default_rng(0)
@@ -106,7 +126,7 @@ def test_curvature_is_measured_from_gradients():
     for i in rng.choice(len(allocations), 200):
         gates = torch.nn.functional.one_hot(torch.from_numpy(allocations[i]), 3).double().requires_grad_()
         (gradient,) = torch.autograd.grad(loss(gates), gates)
-        measured.add(torch.from_numpy(allocations[i]), gradient)
+        measured.add(torch.from_numpy(allocations[i])[None], gradient[None])
     choices = torch.zeros(6, dtype=torch.int64)
     expected = 1.05 * (levels - levels[:, :1]) ** 2
     assert torch.allclose(measured.switches(choices), expected, atol=0.02)

@@ -15,7 +15,6 @@ the convex problem of the tests; they are not tuned to any model.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rco.core.expected_cost import expected_cost
-from rco.core.optimizer import LogitOptimizer, Surface
+from rco.core.optimizer import Adam, LogitOptimizer, Surface
 from rco.core.problem import AllocationProblem
 from rco.core.search import GumbelSearch
 
@@ -48,7 +47,7 @@ class PenalizedOptimizer:
         self.problem = problem
         self._one_sided = surface == "<="
         self.logits = prior.clone().requires_grad_()
-        self.optimizer = torch.optim.Adam([self.logits], lr=lr)
+        self.optimizer = Adam(self.logits.detach(), lr)
         self.multiplier_lr, self.growth, self.patience = multiplier_lr, growth, patience
         low, high = problem.unit_range
         width = torch.tensor([(h - lo) / problem.denominator for lo, h in zip(low, high, strict=True)])
@@ -74,9 +73,7 @@ class PenalizedOptimizer:
         if self._one_sided:
             push = push.clamp_min(0.0)
         (direction,) = torch.autograd.grad(violation, self.logits, push)
-        self.logits.grad = gradient + self.unit * direction
-        self.optimizer.step()
-        self.logits.grad = None
+        self.optimizer.step(gradient + self.unit * direction)
         self._steps += 1
         with torch.no_grad():
             self._update(self.violation().detach())
@@ -95,7 +92,7 @@ class PenalizedOptimizer:
         """Logits, optimizer, multipliers and penalty coefficients."""
         return {
             "logits": self.logits.detach().clone(),
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "optimizer": self.optimizer.state(),
             "multipliers": self.multipliers.clone(),
             "rho": self.rho.clone(),
             "unit": self.unit,
@@ -107,7 +104,7 @@ class PenalizedOptimizer:
     def load(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state`."""
         self.logits.copy_(state["logits"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load(state["optimizer"])
         self.multipliers = state["multipliers"].clone()
         self.rho = state["rho"].clone()
         self.unit = state["unit"]

@@ -96,7 +96,7 @@ class SampleTracker:
         best = self._measured - self._difficulty(self._batches) if self._batches else math.inf
         if loss - self._difficulty(batches) < best:
             self.choices, self._batches, self._measured = choices.copy(), list(batches), loss
-        if self._count:
+        if self._count and len(self._visits) > 1:
             index = np.asarray(batches)
             np.add.at(self._excess, index, loss - self._average)
             np.add.at(self._visits, index, 1)

@@ -153,13 +153,13 @@ class Evaluator:
         found: list[tuple[float, Tensor]] = []
         for some in batches:
             part = list(itertools.islice(answers, len(some)))
-            mean = float(_finite(np.array([loss for loss, _ in part])).mean())
+            mean = _finite_mean([loss for loss, _ in part])
             if mean < self.best_loss and self.one_loss:
                 self._remember_gates(gates_of[len(found)], mean)
-            total = torch.zeros_like(part[0][1])
-            for _, gradient in part:
-                total += gradient
-            found.append((mean, total / len(part)))
+            total = part[0][1]
+            for _, gradient in part[1:]:
+                total = total + gradient
+            found.append((mean, total if len(part) == 1 else total / len(part)))
         return found
 
     def loss_and_gradient(self, gates: Tensor, batches: Sequence[int]) -> tuple[float, Tensor]:
@@ -205,6 +205,12 @@ class Evaluator:
         largest, choices = gates.max(dim=1)
         if bool((largest == 1).all()):
             self._remember(choices.numpy(), loss)
+
+
+def _finite_mean(losses: list[float]) -> float:
+    if len(losses) == 1 and math.isfinite(losses[0]):
+        return losses[0]
+    return float(_finite(np.array(losses)).mean())
 
 
 def _finite(losses: np.ndarray) -> np.ndarray:

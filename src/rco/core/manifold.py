@@ -392,6 +392,8 @@ def _onto_cone(rows: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     vector = v.flatten()
     held = rows @ vector < 0
     if bool(held.any()) and len(rows) > 1:
+        from scipy.optimize import lsq_linear  # takes half a second
+
         basis, small = torch.linalg.qr(rows.T)
         solution = lsq_linear(
             small.numpy(), -(basis.T @ vector).numpy(), bounds=(0.0, np.inf), method="bvls", tol=1e-15

@@ -27,7 +27,9 @@ Answer = tuple[float, Tensor]  # a loss and its gradient with respect to the gat
 
 def one_hot(choices: np.ndarray, num_options: int) -> Tensor:
     """(N, K) float64 gates of an allocation."""
-    return torch.nn.functional.one_hot(torch.from_numpy(choices), num_options).double()
+    gates = np.zeros((*choices.shape, num_options))
+    np.put_along_axis(gates, choices[..., None], 1.0, axis=-1)
+    return torch.from_numpy(gates)
 
 
 class Loss(Protocol):

@@ -8,7 +8,6 @@ The three operations wrap around any torch optimizer (paper, section 2; Algorith
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
@@ -19,6 +18,7 @@ from rco.core.manifold import BudgetManifold
 from rco.core.problem import AllocationProblem, InfeasibleBudgetError
 
 __all__ = [
+    "Adam",
     "LogitOptimizer",
     "ManifoldOptimizer",
     "RiemannianAdam",
@@ -258,8 +258,45 @@ class LogitOptimizer(Protocol):
         ...
 
 
+class Adam:
+    """Adam on one CPU tensor, bit for bit as ``torch.optim.Adam``, which would import torch's compiler: seconds.
+
+    Args:
+        x: The tensor, which is moved in place.
+        lr: Learning rate.
+        betas: Decay rates of the two moments.
+        eps: Added to the denominator.
+    """
+
+    def __init__(
+        self, x: Tensor, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+    ) -> None:
+        self.x, self.lr, self.betas, self.eps = x, lr, betas, eps
+        self.steps = 0
+        self.first, self.second = torch.zeros_like(x), torch.zeros_like(x)
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor) -> None:
+        """Move ``x`` against the gradient."""
+        one, two = self.betas
+        self.steps += 1
+        self.first.lerp_(gradient, 1 - one)
+        self.second.mul_(two).addcmul_(gradient, gradient, value=1 - two)
+        scale = (self.second.sqrt() / (1 - two**self.steps) ** 0.5).add_(self.eps)
+        self.x.addcdiv_(self.first, scale, value=-self.lr / (1 - one**self.steps))
+
+    def state(self) -> dict[str, Any]:
+        """Moments and number of steps."""
+        return {"steps": self.steps, "first": self.first.clone(), "second": self.second.clone()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        self.steps = state["steps"]
+        self.first, self.second = state["first"].clone(), state["second"].clone()
+
+
 class ManifoldOptimizer:
-    """RCO's logits: on the budget manifold from the start, moved by :class:`RiemannianAdam`.
+    """RCO's logits: on the budget manifold from the start, moved as by :class:`RiemannianAdam`.
 
     Args:
         problem: Costs and budgets.
@@ -269,28 +306,39 @@ class ManifoldOptimizer:
     """
 
     def __init__(self, problem: AllocationProblem, prior: Tensor, lr: float, surface: Surface = "==") -> None:
-        manifold = _manifold_with_interior(problem, surface)
-        self.logits = manifold.retract(prior.clone()).requires_grad_()
-        self._optimizer = RiemannianAdam([self.logits], manifold, lr=lr)
+        self._manifold = _manifold_with_interior(problem, surface)
+        self.logits = self._manifold.retract(prior.clone()).requires_grad_()
+        self._adam = Adam(self.logits.detach(), lr)
+        self._slack = torch.zeros(problem.num_budgets, dtype=torch.float64)  # the momentum along it
 
     def step(self, gradient: Tensor, loss: float) -> None:
         """Lines 9 to 14 of Algorithm 1: project, Adam, retract, transport."""
-        self.logits.grad = gradient
-        self._optimizer.step()
-        self.logits.grad = None
+        manifold, adam, x = self._manifold, self._adam, self._adam.x
+        if manifold.surface == "==":
+            adam.step(manifold.project(x, gradient))
+            x.copy_(manifold.retract(x))
+            adam.first = manifold.transport(x, adam.first)
+            return
+        projected, held = manifold.hold(x, gradient)
+        adam.step(projected)
+        x.copy_(_retracted(manifold, x, held))
+        slack = self._slack.lerp(torch.zeros_like(self._slack), 1 - adam.betas[0])
+        adam.first, self._slack = manifold.transport(x, adam.first, slack, one_sided=True)
 
     def state(self) -> dict[str, Any]:
         """Logits and moments."""
         return {
             "logits": self.logits.detach().clone(),
-            "optimizer": copy.deepcopy(dict(self._optimizer.state_dict())),
+            "adam": self._adam.state(),
+            "slack": self._slack.clone(),
         }
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state`."""
         self.logits.copy_(state["logits"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._adam.load(state["adam"])
+        self._slack = state["slack"].clone()
 
 
 def _retracted(manifold: BudgetManifold, x: Tensor, held: Tensor | None) -> Tensor:

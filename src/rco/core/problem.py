@@ -312,8 +312,10 @@ class AllocationProblem:
 
     def units(self, allocation: Any) -> list[int]:
         """Exact total cost of an allocation in units of 1/denominator, one integer per budget."""
-        choices = self._check_choices(allocation)
-        return self._sum_per_budget(self.unit_costs[:, np.arange(self.num_groups), choices])
+        return self._units(self._check_choices(allocation))
+
+    def _units(self, choices: np.ndarray) -> list[int]:
+        return self._sum_per_budget(self.unit_costs[:, self._rows, choices])
 
     def cost(self, allocation: Any) -> Any:
         """Exact total cost: an int, or a Fraction where it is not whole; per budget where there are several."""
@@ -328,12 +330,20 @@ class AllocationProblem:
     def is_feasible(self, allocation: Any) -> bool:
         """Whether the allocation uses allowed options only, meets every budget and keeps the minimum counts."""
         choices = self._check_choices(allocation)
-        if not self.allowed[np.arange(self.num_groups), choices].all():
+        if not self._all_allowed and not self.allowed[self._rows, choices].all():
             return False
         if self.min_counts is not None and not self.min_counts.met(choices):
             return False
-        spent = zip(self.units(choices), self.unit_budgets, strict=True)
+        spent = zip(self._units(choices), self.unit_budgets, strict=True)
         return all(u == b if self.exact else u <= b for u, b in spent)
+
+    @cached_property
+    def _rows(self) -> np.ndarray:
+        return np.arange(self.num_groups)
+
+    @cached_property
+    def _all_allowed(self) -> bool:
+        return bool(self.allowed.all())
 
     @property
     def exact(self) -> bool:

@@ -19,7 +19,7 @@ from rco.core.objective import one_hot
 from rco.core.problem import AllocationProblem
 from rco.core.result import StepRecord
 
-__all__ = ["Climb", "KnownLosses", "Refined", "refine"]
+__all__ = ["Climb", "KnownLosses", "Refined", "move_record", "refine"]
 
 # Factors on the predicted cost of a switch, from trusting the prediction to hardly moving.
 _DAMPINGS = (1.0, 1.4, 2.0, 2.8, 4.0, 8.0)
@@ -125,7 +125,7 @@ def refine(
     """
     climb = Climb(problem, evaluator, choices, losses, allowance, on_step)
     climb.run()
-    return Refined(climb.choices, float(climb.losses.mean()), climb.spent, climb.accepted)
+    return Refined(climb.choices, climb.loss, climb.spent, climb.accepted)
 
 
 class Climb:
@@ -155,7 +155,7 @@ class Climb:
     ) -> None:
         self.problem, self.evaluator, self.on_step = problem, evaluator, on_step
         self.batches = list(evaluator.selection_batches)
-        self.choices, self.losses = choices, losses
+        self.choices, self.losses, self.loss = choices, losses, float(losses.mean())
         self.allowance, self._before = allowance, evaluator.evaluations
         self.patience, self.moves, self.curved = patience, moves, curved
         self.accepted = 0
@@ -203,7 +203,7 @@ class Climb:
             if gradient is None:
                 _, gradient = self.evaluator.loss_and_gradient(gates, range(count))
                 if self.evaluator.measured is not None:
-                    self.evaluator.measured.add(current, gradient)
+                    self.evaluator.measured.add(current[None], gradient[None])
                 if self._known is not None:
                     self._known.add_gradient(self.choices, gradient)
             linear = (gradient - gradient.gather(1, current[:, None])).numpy()
@@ -267,13 +267,15 @@ class Climb:
 
     def _take_best(self, proposals: list[np.ndarray]) -> bool:
         found = [(p, losses) for p, losses in self._measured(proposals) if losses is not None]
-        better = [(p, losses) for p, losses in found if losses.mean() < self.losses.mean()]
-        if not better:
+        best = min(
+            ((float(losses.mean()), p, losses) for p, losses in found), key=lambda e: e[0], default=None
+        )
+        if best is None or not best[0] < self.loss:
             return False
-        self.choices, self.losses = min(better, key=lambda each: float(each[1].mean()))
+        self.loss, self.choices, self.losses = best
         self.accepted += 1
         if self.on_step is not None:
-            self.on_step(_record(self.evaluator, self.spent, self.allowance, float(self.losses.mean())))
+            self.on_step(move_record(self.evaluator, self.spent, self.allowance, self.loss))
         return True  # predictions for the old allocation no longer hold
 
     def _measured(self, proposals: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray | None]]:
@@ -304,7 +306,8 @@ class Climb:
         return np.array(losses)
 
 
-def _record(evaluator: Evaluator, step: int, allowance: float, loss: float) -> StepRecord:
+def move_record(evaluator: Evaluator, step: int, allowance: float, loss: float) -> StepRecord:
+    """The record of a move that was kept, after so many evaluations of an allowance."""
     return StepRecord(
         step=step,
         steps=int(min(allowance, 10**9)),

@@ -3,8 +3,14 @@
 Each candidate of a search is refined (:mod:`rco.core.refine`). What is left of the allowance goes to restarts: a
 local optimum is perturbed (a knapsack of its choices, of the predicted costs of switches, and of noise), or two are
 crossed (a knapsack that prefers the choices of either, and keeps those of both), and the result is refined again.
-The best local optima are kept. Everything drawn depends on the seed and the number of the restart alone, so that a
-larger allowance continues where a smaller one ended.
+The best local optima are kept.
+
+Where gradients say little of the loss at other allocations, random moves find more. So where one batch gives the
+loss, the refinement of the starting point is compared with a walk of simulated annealing of as many evaluations
+(:mod:`rco.core.annealing`). If the walk finds the lower loss, longer and longer walks replace most restarts.
+
+Everything drawn, and every length, depends on the seed and on what was found before, so that a larger allowance
+continues where a smaller one ended.
 """
 
 from __future__ import annotations
@@ -17,11 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from rco.core.annealing import Cooling, random_move
 from rco.core.evaluator import Evaluator
 from rco.core.knapsack import found_allocation
 from rco.core.moves import spend
 from rco.core.problem import AllocationProblem
-from rco.core.refine import Climb, KnownLosses
+from rco.core.refine import Climb, KnownLosses, move_record
 from rco.core.result import StepRecord
 from rco.core.sampling import generator
 
@@ -31,7 +38,12 @@ _KEPT = 8  # local optima
 _CROSSED = 0.4  # share of the restarts that cross two local optima
 _LARGEST_KICK = 0.33  # share of the groups that a perturbation switches at most
 _PATIENCE, _MOVES = 12, 96  # of the climbs from a restart
-_STREAM = 7  # of the seed's random numbers
+_STREAM, _WALKS = 7, 8  # of the seed's random numbers
+# Moves of the walk that is compared with a refinement, at least; of the first walk after it; and the growth.
+_SHORTEST_TRIAL = 100
+_MARGIN = 0.05  # by which the walk must lower the loss more than the refinement did
+_WALK_PER_GROUP, _SHORTEST_WALK, _LONGEST_WALK, _GROWTH = 20, 400, 4000, 1.5
+_RESTARTS_PER_WALK = 0.25  # evaluations of the restarts after a walk, as a share of its own
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +76,8 @@ class LocalOptima:
     ) -> None:
         self.problem, self.evaluator, self.seed, self.on_step = problem, evaluator, seed, on_step
         self.found: list[_Optimum] = []  # best first
-        self.restarts = 0
+        self.restarts = self.walks = 0
+        self.walks_win = False
         self._known = KnownLosses()
 
     @property
@@ -81,6 +94,51 @@ class LocalOptima:
                 continue
             self._climb(choices, losses, end, thorough=first)
             first = False
+
+    def compare_with_walk(
+        self, choices: np.ndarray, losses: np.ndarray, moves: int, allowance: float
+    ) -> None:
+        """Decide whether walks are worth more than gradients: a walk from where the best refinement began."""
+        refined, start = self.found[0].loss, float(losses.mean())
+        moves = max(moves, _SHORTEST_TRIAL)
+        _, loss = self._walk(choices, start, moves, self.evaluator.evaluations + allowance)
+        self.walks_win = start - loss > (1.0 + _MARGIN) * (start - refined)
+
+    def improve(self, allowance: float, patience: int | None = None) -> None:
+        """Spend the allowance on restarts; where walks are worth more, on them and some restarts."""
+        end = self.evaluator.evaluations + allowance
+        moves = float(min(max(_WALK_PER_GROUP * self.problem.num_groups, _SHORTEST_WALK), _LONGEST_WALK))
+        while self.walks_win and self.evaluator.evaluations + 4 <= end and self.evaluator.in_time:
+            before, best = self.evaluator.evaluations, self.found[0].loss
+            self._walk(*self.best, int(moves), end)
+            some = min(_RESTARTS_PER_WALK * moves, end - self.evaluator.evaluations)
+            self.restart(some, patience)
+            moves *= _GROWTH
+            if self.evaluator.evaluations == before:
+                return  # everything is known
+            if patience is not None and self.found[0].loss == best:
+                return
+        if not self.walks_win:
+            self.restart(allowance, patience)
+
+    def _walk(self, choices: np.ndarray, loss: float, moves: int, end: float) -> tuple[np.ndarray, float]:
+        """The best allocation of a walk whose temperature falls over so many moves; it is refined and kept."""
+        rng = generator(self.seed, _WALKS, self.walks)
+        self.walks += 1
+        best, best_loss = choices, loss
+        before, cooling = self.evaluator.evaluations, Cooling()
+        for move in range(moves):
+            moved = random_move(self.problem, choices, rng)
+            if moved is None or self.evaluator.evaluations >= end or not self.evaluator.in_time:
+                break
+            (new,) = self._losses(moved).tolist()
+            if cooling.keeps(new - loss, move / moves, rng):
+                choices, loss = moved, new
+                if loss < best_loss:
+                    best, best_loss = choices, loss
+                    self._step(move_record(self.evaluator, self.evaluator.evaluations - before, moves, loss))
+        self._climb(best, np.array([best_loss]), end)
+        return best, best_loss
 
     def restart(self, allowance: float, patience: int | None = None) -> None:
         """Perturb, cross and refine until the allowance is spent or ``patience`` restarts in a row have failed."""
@@ -105,7 +163,10 @@ class LocalOptima:
         if known is not None:
             return np.array([known])
         batches = self.evaluator.selection_batches
-        return self.evaluator.selection_losses(choices, self.problem.num_options, batches)
+        losses = self.evaluator.selection_losses(choices, self.problem.num_options, batches)
+        if self.evaluator.one_loss:
+            self._known.add(choices, float(losses[0]))
+        return losses
 
     def _climb(self, choices: np.ndarray, losses: np.ndarray, end: float, thorough: bool = False) -> None:
         settings: dict[str, Any] = {} if thorough else {"patience": _PATIENCE, "moves": _MOVES}
@@ -184,6 +245,8 @@ class LocalOptima:
         """The local optima and the number of restarts, as plain tensors and numbers."""
         return {
             "restarts": self.restarts,
+            "walks": self.walks,
+            "walks win": self.walks_win,
             "known": self._known.state(),
             "found": [
                 [torch.from_numpy(np.array(part)) for part in (o.choices, o.losses, o.predicted)]
@@ -193,6 +256,6 @@ class LocalOptima:
 
     def load(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state`."""
-        self.restarts = state["restarts"]
+        self.restarts, self.walks, self.walks_win = state["restarts"], state["walks"], state["walks win"]
         self._known.load(state["known"])
         self.found = [_Optimum(*(part.numpy().copy() for part in parts)) for parts in state["found"]]

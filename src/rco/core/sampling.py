@@ -20,6 +20,7 @@ __all__ = [
     "feasible_choices",
     "generator",
     "gumbel_noise",
+    "gumbel_noises",
 ]
 
 _NOISE, _BATCHES, _METHODS = range(3)  # streams that never share a number
@@ -37,15 +38,24 @@ def generator(seed: int, *counter: int) -> np.random.Generator:
 def gumbel_noise(
     shape: tuple[int, int], *, seed: int, step: int, sample: int, antithetic: bool = False
 ) -> Tensor:
-    """Standard Gumbel noise (N, K) in float64: -log(-log u).
+    """The noise (N, K) of one sample; see :func:`gumbel_noises`."""
+    some = range(sample, sample + 1)
+    return gumbel_noises(shape, seed=seed, step=step, samples=some, antithetic=antithetic)[0]
+
+
+def gumbel_noises(
+    shape: tuple[int, int], *, seed: int, step: int, samples: range, antithetic: bool = False
+) -> Tensor:
+    """Standard Gumbel noise (S, N, K) of some samples of a step, in float64: -log(-log u).
 
     Antithetic samples come in pairs that share their uniforms, u and 1 - u: each is Gumbel distributed, which
     negated Gumbel noise would not be.
     """
-    draw = sample // 2 if antithetic else sample
-    uniform = _stream(seed, _NOISE, step, draw).random(shape)
-    if antithetic and sample % 2:
-        uniform = 1.0 - uniform
+    uniform = np.empty((len(samples), *shape))
+    for own, sample in zip(uniform, samples, strict=True):
+        _stream(seed, _NOISE, step, sample // 2 if antithetic else sample).random(out=own)
+        if antithetic and sample % 2:
+            np.subtract(1.0, own, out=own)
     tiny = np.finfo(np.float64).tiny
     # Both ends of the unit interval are pulled in by the smallest step, so that the noise stays finite.
     uniform = np.clip(uniform, tiny, 1.0 - 2.0**-53)
@@ -83,6 +93,6 @@ def draw_feasible(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Feasible samples (S, N) around log-probabilities, and the perturbed values (S, N, K) they maximise."""
     shape = (problem.num_groups, problem.num_options)
-    noise = [gumbel_noise(shape, seed=seed, step=step, sample=j) for j in range(samples)]
-    values = (log_p + torch.stack(noise) + problem.log_allowed).numpy()
+    noise = gumbel_noises(shape, seed=seed, step=step, samples=range(samples))
+    values = (log_p + noise + problem.log_allowed).numpy()
     return feasible_choices(values, log_p, problem), values

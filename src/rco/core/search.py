@@ -32,7 +32,7 @@ from rco.core.optimizer import LogitOptimizer, ManifoldOptimizer, Surface, searc
 from rco.core.problem import AllocationProblem
 from rco.core.restarts import LocalOptima
 from rco.core.result import SearchResult
-from rco.core.sampling import batch_order, feasible_choices, gumbel_noise
+from rco.core.sampling import batch_order, feasible_choices, gumbel_noises
 from rco.core.searcher import OPEN_END, BudgetedSearch, SearchRun, SearchState
 
 __all__ = [
@@ -139,23 +139,26 @@ class GumbelSearch(BudgetedSearch):
         shape = (problem.num_groups, problem.num_options)
 
         def draw(step: int, tau: float, drawn: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-            """Gates of a step's samples, one by one: a device works on one sample while the next is made."""
-            for j in range(schedule.samples):  # line 4
-                noise = gumbel_noise(  # line 5: Gumbel noise
-                    shape, seed=self.seed, step=step, sample=j, antithetic=self.antithetic
+            """Gates of a step's samples, one by one: a device works on one sample while the next is made.
+
+            Where one batch gives the loss, which is cheap then, they are drawn together.
+            """
+            together = schedule.samples if run.evaluator.one_loss else 1
+            for first in range(0, schedule.samples, together):  # line 4
+                some = range(first, first + together)
+                noise = gumbel_noises(  # line 5: Gumbel noise
+                    shape, seed=self.seed, step=step, samples=some, antithetic=self.antithetic
                 )
                 perturbed = logits.detach() + noise + problem.log_allowed
-                (found,) = feasible_choices(
-                    perturbed.numpy()[None], logits.detach(), problem
-                )  # line 6: knapsack
-                choices = torch.from_numpy(found)
-                drawn.append((choices, torch.softmax(perturbed / tau, dim=-1)))
-                yield one_hot(found, problem.num_options)  # line 7: forward z, backward softmax
+                found = feasible_choices(perturbed.numpy(), logits.detach(), problem)  # line 6: knapsack
+                soft = torch.softmax(perturbed / tau, dim=-1)
+                drawn += zip(torch.from_numpy(found), soft, strict=True)
+                yield from one_hot(found, problem.num_options)  # line 7: forward z, backward softmax
 
         with run.allowance():
             for step in run.steps(schedule.steps, cost=state.step_cost):  # line 2
-                if step == 0:
-                    state.open()
+                if step == 0 and not state.open():
+                    break
                 if state.progress(step) >= 1.0:  # the loop's share of the seconds is used up
                     break
                 tau = temperature(state.progress(step + 1), self.tau)
@@ -163,28 +166,58 @@ class GumbelSearch(BudgetedSearch):
                 batches = state.batches(step)
                 evaluated = run.evaluator.losses_and_gradients(draw(step, tau, drawn), batches)
 
-                losses, gradient, prices = [], torch.zeros_like(logits), torch.zeros_like(logits)  # line 3
-                # The order of the sums is fixed here, whichever rank has evaluated a sample.
-                for (choices, soft), some, (loss, slope) in zip(drawn, batches, evaluated, strict=True):
-                    slope = state.corrected(choices, slope)
-                    mean_slope = (soft * slope).sum(dim=-1, keepdim=True)
-                    gradient += soft * (slope - mean_slope) / (tau * schedule.samples)  # line 7: chain rule
-                    prices += slope / schedule.samples
-                    losses.append(loss)
-                    state.best.add(choices.numpy(), some, loss)
+                choices, soft = (torch.stack(parts) for parts in zip(*drawn, strict=True))
+                losses = [loss for loss, _ in evaluated]
+                slopes = state.corrected(choices, torch.stack([slope for _, slope in evaluated]))
+                mean_slopes = (soft * slopes).sum(dim=-1, keepdim=True)
+                chained = soft * (slopes - mean_slopes) / (tau * schedule.samples)  # line 7: chain rule
+                for own, some, loss in zip(choices.numpy(), batches, losses, strict=True):
+                    state.best.add(own, some, loss)
 
                 mean = float(np.mean(losses))
-                optimizer.step(gradient, mean)  # lines 9 to 14: project, Adam, retract, transport
-                state.average_in(step + 1, prices)
+                # Lines 9 to 14: project, Adam, retract, transport.
+                optimizer.step(_sum_in_order(chained), mean)
+                state.average_in(step + 1, _sum_in_order(slopes / schedule.samples))
                 run.record(mean, **state.describe(tau))
         return run.choose()  # line 16, and the choice among candidates
 
 
 @dataclass(frozen=True, kw_only=True)
 class RCO(GumbelSearch):
-    """Riemannian Constrained Optimization: the iterate walks on the budget manifold (Algorithm 1).
+    """Riemannian Constrained Optimization: gradient search with logits on the budget manifold (Algorithm 1).
 
-    The settings are those of :class:`GumbelSearch`.
+    ``RCO(steps=100, seed=0).search(problem, loss)`` returns an :class:`rco.SearchResult`; :func:`rco.minimize` is
+    the same in one call. A step draws samples, makes each feasible with the exact knapsack, and moves the logits
+    along the averaged gradient. After the last step these candidates are compared, and the best is refined:
+
+    ``final``, ``averaged``: Knapsacks of the last logits, and of their average over the last steps.
+    ``prices``: Knapsack of the options' losses as the gradients of the last steps predict them.
+    ``measured``: The same with the objective's curvature, where it is known.
+    ``best sample``: The sample of the lowest loss.
+    ``start``, ``prior``, ``proxy``, ``uniform``: The starting points, as far as they were given.
+    ``refined``, ``best seen``: What exchanges and restarts made of them, and the best of all evaluations.
+
+    Args:
+        steps: Optimizer steps; None: as many as the allowance holds.
+        samples: Samples per step, whose gradients are averaged; a short allowance may leave fewer.
+        lr: Learning rate of Adam on the logits.
+        tau: First and last temperature of the softmax; it falls exponentially.
+        batches_per_sample: Batches of the objective that each sample is evaluated on.
+        antithetic: Draw samples in pairs u and 1 - u.
+        average_last: Share of the steps, counted from the end, whose logits are averaged.
+        refine: Most passes over the selection batches that the refinement may take; 0: none; None: what the
+            allowance leaves.
+        curvature: Use the objective's curvature, if known; where one batch gives the loss it is measured.
+        choose: Compare candidates; without, the knapsack of the last logits is the result.
+        surface: Whether the expected cost of the logits equals the budget (``"=="``) or may stay below (``"<="``);
+            None: ``"=="`` where allocations must meet the budget or costlier options are never worse.
+        monotone: Whether costlier options are never worse, so that unspent budget is spent; None: as the problem
+            declares.
+        seed: Seed of all random draws: same seed, same result.
+        max_evaluations: Most evaluations of the loss, a gradient counting as two more; None: no limit.
+        max_seconds: Seconds after which no new evaluation begins, except for the final choice.
+        patience: Steps in a row without a lower loss after which the search ends.
+        target: A loss at or below which the search ends at once.
     """
 
     name: ClassVar[str] = "rco"
@@ -222,6 +255,11 @@ class PlainRCO(RCO):
     def surface_for(self, problem: AllocationProblem) -> Surface:
         """C = B as printed; with the slack variable of appendix A.7 where the budget may be left unspent."""
         return self.surface or ("<=" if problem.sense == "<=" else "==")
+
+
+def _sum_in_order(parts: Tensor) -> Tensor:
+    """The sum over samples (line 8), in their order whichever rank has evaluated them."""
+    return torch.from_numpy(np.add.reduce(parts.numpy(), axis=0))
 
 
 def temperature(progress: float, tau: tuple[float, float]) -> float:
@@ -357,15 +395,17 @@ class GumbelState(SearchState):
         )
         return [walk[j * count : (j + 1) * count] for j in range(samples)]
 
-    def corrected(self, choices: Tensor, slope: Tensor) -> Tensor:
-        """A sample's gradient in the gates (N, K), plus the curvature's cost of leaving its choices."""
+    def corrected(self, choices: Tensor, slopes: Tensor) -> Tensor:
+        """Gradients of samples in the gates (S, N, K), plus the curvature's cost of leaving their choices."""
         if self.interaction is not None:
-            self.interaction.add(choices, slope)
+            for own, slope in zip(choices, slopes, strict=True):
+                self.interaction.add(own, slope)
         if self.measured is not None:  # for the exchanges; too noisy while it is being measured
-            self.measured.add(choices, slope)
-            return slope
-        curved = self.evaluator.switch_curvature(choices) if self.settings.curvature else None
-        return slope if curved is None else slope + curved
+            self.measured.add(choices, slopes)
+            return slopes
+        if not self.settings.curvature or self.evaluator.curvature is None:
+            return slopes
+        return slopes + self.evaluator.curvature[torch.arange(choices.shape[1]), choices]
 
     def average_in(self, steps: int, prices: Tensor) -> None:
         """Add the logits after the last steps to their average."""
@@ -407,12 +447,22 @@ class GumbelState(SearchState):
         if self.best.choices is not None:
             candidates.add("best sample", self.best.choices, final)
 
-    def open(self) -> None:
-        """Refine the starting points before the first step, where one batch gives the loss."""
-        if self.schedule.opening:
-            ranked = self.run.starts().ranked()
-            allowance = min(float(self.schedule.opening), self.evaluator.left)
-            self.optima.climb([each[1:] for each in ranked], allowance)
+    def open(self) -> bool:
+        """Refine the starting points before the first step, where one batch gives the loss.
+
+        Returns whether the loop is worth its evaluations. A long one is not where random moves have found a lower
+        loss than the gradients: what is left then goes to annealing; see :mod:`rco.core.restarts`.
+        """
+        if not self.schedule.opening:
+            return True
+        starts = [each[1:] for each in self.run.starts().ranked()]
+        before = self.evaluator.evaluations
+        self.optima.climb(starts, min(float(self.schedule.opening), self.evaluator.left))
+        used = self.evaluator.evaluations - before
+        if self.schedule.refine == OPEN_END:
+            self.optima.compare_with_walk(*starts[0], used, self.evaluator.left)
+        long = self.problem.num_groups * _LOOP_PER_GROUP > _SHORTEST_LOOP
+        return not (long and self.optima.walks_win)
 
     def current_logits(self) -> Tensor:
         """The logits of the last step."""
@@ -428,7 +478,7 @@ class GumbelState(SearchState):
             end = self.evaluator.evaluations + allowance
             with self.run.allowance():
                 self.optima.climb(ranked, allowance)
-                self.optima.restart(end - self.evaluator.evaluations, self.settings.patience)
+                self.optima.improve(end - self.evaluator.evaluations, self.settings.patience)
         if self.optima.found and self.optima.best[1] < losses.mean():
             return self.optima.best
         return choices, float(losses.mean())
