@@ -23,12 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 from assignment_families import FAMILIES, Instance, make
+from assignment_score_search import ScoreRCO
 
 from rco import registry
 from rco.atomic_files import write_json_atomic
 from rco.core.moves import uniform_allocation
 from rco.core.objective import CallableObjective, one_hot
 from rco.core.result import SearchResult
+from rco.core.searcher import BudgetedSearch
 from rco.runs import environment
 
 SIZES = ((10, 4), (50, 5), (200, 6), (2000, 8))
@@ -38,7 +40,7 @@ LIMITED: dict[str, Any] = {"steps": None}
 
 # Methods and their settings. "penalty", "lagrangian" and "augmented-lagrangian" are gradient searches that end with
 # the choice among their candidates; "+ restarts" gives the penalty all that follows RCO's loop.
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+METHODS: dict[str, tuple[str | type[BudgetedSearch], dict[str, Any]]] = {
     "rco": ("rco", {**LIMITED, "refine": None}),
     "rco-plain": ("rco-plain", LIMITED),
     "penalty": ("penalty", {**LIMITED, "refine": 0}),
@@ -48,6 +50,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "augmented-lagrangian": ("augmented-lagrangian", {**LIMITED, "refine": 0}),
     "frank-wolfe": ("frank-wolfe", LIMITED),
     "evopress": ("evopress", {"generations": None}),
+    "score function": (ScoreRCO, LIMITED),
     "annealing": ("annealing", LIMITED),
     "greedy": ("greedy", {}),
 }
@@ -56,10 +59,10 @@ ABLATIONS = ("penalty + restarts", "restarts alone")
 
 def search(method: str, instance: Instance, evaluations: int, seed: int) -> SearchResult:
     """One search on one instance."""
-    name, settings = METHODS[method]
-    searcher = registry.load(registry.METHODS, name, "method")(
-        max_evaluations=evaluations, seed=seed, **settings
-    )
+    kind, settings = METHODS[method]
+    if isinstance(kind, str):
+        kind = registry.load(registry.METHODS, kind, "method")
+    searcher = kind(max_evaluations=evaluations, seed=seed, **settings)
     result: SearchResult = searcher.search(instance.problem, CallableObjective(instance.loss, batched=True))
     return result
 

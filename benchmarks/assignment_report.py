@@ -28,20 +28,31 @@ def gaps(results: dict[str, Any]) -> dict[tuple[str, str, str], list[float]]:
     return found
 
 
-def _mean(found: dict[tuple[str, str, str], list[float]], family: str, method: str) -> float | None:
+def _shared_sizes(
+    found: dict[tuple[str, str, str], list[float]], methods: list[str], family: str
+) -> set[str]:
+    """Sizes of a family on which every method was run."""
+    by_method = [{s for f, s, m in found if (f, m) == (family, method)} for method in methods]
+    return set.intersection(*by_method)
+
+
+def _mean(
+    found: dict[tuple[str, str, str], list[float]], family: str, method: str, sizes: set[str]
+) -> float | None:
     """Mean over sizes of the mean over instances."""
-    each = [float(np.mean(v)) for (f, _, m), v in found.items() if (f, m) == (family, method)]
+    each = [float(np.mean(found[family, size, method])) for size in sorted(sizes)]
     return float(np.mean(each)) if each else None
 
 
 def _table(found: dict[tuple[str, str, str], list[float]], methods: list[str], families: list[str]) -> str:
     rows = ["| method | " + " | ".join(families) + " |", "|---|" + "---|" * len(families)]
-    means = {(f, m): _mean(found, f, m) for f in families for m in methods}
+    sizes = {family: _shared_sizes(found, methods, family) for family in families}
+    means = {(f, m): _mean(found, f, m, sizes[f]) for f in families for m in methods}
     for method in methods:
         cells = []
         for family in families:
             mean = means[family, method]
-            lowest = min(v for m in methods if (v := means[family, m]) is not None)
+            lowest = min((v for m in methods if (v := means[family, m]) is not None), default=0.0)
             text = "" if mean is None else f"{100 * mean:.2f}"
             cells.append(f"**{text}**" if mean is not None and mean <= lowest else text)
         rows.append(f"| {method} | " + " | ".join(cells) + " |")
@@ -93,12 +104,17 @@ def write_report(results: dict[str, Any], docs: Path) -> None:
         + ".",
         "",
         "The gap is the distance from the best loss known for an instance, in % of the distance between that and "
-        "the uniform assignment; mean over instances, then over sizes. Bold: lowest.",
+        "the uniform assignment; mean over instances, then over the sizes on which all methods of a table were "
+        "run. Bold: lowest.",
         "",
         _table(found, main, families),
         "",
         "`penalty`, `lagrangian` and `augmented-lagrangian` are the same Gumbel search with another treatment of "
         "the budget, ended by the choice among candidates; `rco-plain` is Algorithm 1 as printed.",
+        "",
+        "`score function` is RCO's loop for losses without gradient: samples on the same manifold, with a "
+        "score-function estimate in place of the gradient (`benchmarks/assignment_score_search.py`). It is better "
+        "than evolution on most families but not, over all of them, than annealing; the package leaves it out.",
         "",
         "## What the manifold buys over a penalty",
         "",
@@ -107,7 +123,8 @@ def write_report(results: dict[str, Any], docs: Path) -> None:
         _table(found, [m for m in methods if m in ("rco", *ABLATIONS)], families),
         "",
         "Compare the rows: where they agree, the advantage over other methods comes from exchanges and restarts "
-        "guided by gradients, not from the manifold. What the manifold saves is the coefficient of the penalty.",
+        "guided by gradients, and from annealing where gradients mislead (`layers`), not from the manifold. What "
+        "the manifold saves is the coefficient of the penalty.",
         "",
         "## By size",
         "",

@@ -8,13 +8,14 @@ temperature T falls geometrically from a share of the mean rise of the first mov
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
 from rco.core.moves import fitting_switches, spend
 from rco.core.problem import AllocationProblem
 
-__all__ = ["Cooling", "random_move"]
+__all__ = ["Cooling", "random_move", "walk"]
 
 _DRAWS = 16  # of a move before it counts as impossible
 
@@ -85,3 +86,40 @@ class Cooling:
     def load(self, state: dict[str, float]) -> None:
         """The inverse of :meth:`state`."""
         self.moves, self.rises, self.rise = int(state["moves"]), int(state["rises"]), state["rise"]
+
+
+def walk(
+    problem: AllocationProblem,
+    choices: np.ndarray,
+    loss: float,
+    measure: Callable[[np.ndarray], float | None],
+    moves: int,
+    rng: np.random.Generator,
+    cooling: Cooling,
+    on_best: Callable[[float], None] | None = None,
+) -> tuple[np.ndarray, float]:
+    """The best allocation of a walk whose temperature falls over so many moves, and its loss.
+
+    Args:
+        problem: Costs and budget.
+        choices: Start of the walk.
+        loss: Its loss.
+        measure: The loss of an allocation; None ends the walk.
+        moves: Most moves.
+        rng: Draws the moves.
+        cooling: The temperature.
+        on_best: Called with every loss that is lower than all before.
+    """
+    best, best_loss = choices, loss
+    for move in range(moves):
+        moved = random_move(problem, choices, rng)
+        new = None if moved is None else measure(moved)
+        if moved is None or new is None:
+            break
+        if cooling.keeps(new - loss, move / moves, rng):
+            choices, loss = moved, new
+            if loss < best_loss:
+                best, best_loss = choices, loss
+                if on_best is not None:
+                    on_best(loss)
+    return best, best_loss

@@ -123,12 +123,19 @@ class Evaluator:
 
     def losses(self, choices: np.ndarray, options: int, batches: Sequence[int]) -> np.ndarray:
         """Losses of an allocation on some batches of the objective (not of its selection split)."""
-        self._take(len(batches))
-        gates = one_hot(choices, options)
-        found = self.objective.losses([(gates, batch) for batch in batches])
-        self.forwards += len(batches)
-        losses = _finite(np.array(found))
-        self._remember(choices, float(losses[0]))
+        (losses,) = self.many_losses(choices[None], options, batches)
+        return np.asarray(losses)
+
+    def many_losses(self, allocations: np.ndarray, options: int, batches: Sequence[int]) -> np.ndarray:
+        """(S, batches) losses of allocations (S, N) on some batches of the objective."""
+        count = len(allocations) * len(batches)
+        self._take(count)
+        gates = one_hot(allocations, options)
+        found = self.objective.losses([(each, batch) for each in gates for batch in batches])
+        self.forwards += count
+        losses = _finite(np.array(found)).reshape(len(allocations), len(batches))
+        for choices, own in zip(allocations, losses, strict=True):
+            self._remember(choices, float(own[0]))
         return losses
 
     def losses_and_gradients(

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rco.core.annealing import Cooling, random_move
+from rco.core.annealing import Cooling, walk
 from rco.core.evaluator import Evaluator
 from rco.core.knapsack import found_allocation
 from rco.core.moves import spend
@@ -125,18 +125,17 @@ class LocalOptima:
         """The best allocation of a walk whose temperature falls over so many moves; it is refined and kept."""
         rng = generator(self.seed, _WALKS, self.walks)
         self.walks += 1
-        best, best_loss = choices, loss
-        before, cooling = self.evaluator.evaluations, Cooling()
-        for move in range(moves):
-            moved = random_move(self.problem, choices, rng)
-            if moved is None or self.evaluator.evaluations >= end or not self.evaluator.in_time:
-                break
-            (new,) = self._losses(moved).tolist()
-            if cooling.keeps(new - loss, move / moves, rng):
-                choices, loss = moved, new
-                if loss < best_loss:
-                    best, best_loss = choices, loss
-                    self._step(move_record(self.evaluator, self.evaluator.evaluations - before, moves, loss))
+        before = self.evaluator.evaluations
+
+        def measure(moved: np.ndarray) -> float | None:
+            if self.evaluator.evaluations >= end or not self.evaluator.in_time:
+                return None
+            return float(self._losses(moved)[0])
+
+        def show(lowest: float) -> None:
+            self._step(move_record(self.evaluator, self.evaluator.evaluations - before, moves, lowest))
+
+        best, best_loss = walk(self.problem, choices, loss, measure, moves, rng, Cooling(), show)
         self._climb(best, np.array([best_loss]), end)
         return best, best_loss
 
