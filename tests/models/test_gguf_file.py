@@ -8,6 +8,7 @@ import pytest
 import torch
 from gguf_models import byte_tokenizer, tiny_gguf
 
+from rco.models import gguf_file
 from rco.models.gguf_conversion import convert_to_gguf, ensure_gguf
 from rco.models.gguf_file import (
     TYPE_NUMBERS,
@@ -151,3 +152,11 @@ def test_a_model_in_memory_gets_a_file_for_as_long_as_it_lives():
     del loaded
     gc.collect()
     assert not path.exists()
+
+
+def test_every_type_that_transformers_reader_decodes_has_a_size_here():
+    quants = pytest.importorskip("gguf.quants")
+    from gguf.constants import GGML_QUANT_SIZES
+
+    for kind in quants._type_traits:
+        assert gguf_file._SIZES[int(kind)] == tuple(GGML_QUANT_SIZES[kind]), kind.name
