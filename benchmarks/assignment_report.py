@@ -54,7 +54,7 @@ def _table(found: dict[tuple[str, str, str], list[float]], methods: list[str], f
             mean = means[family, method]
             lowest = min((v for m in methods if (v := means[family, m]) is not None), default=0.0)
             text = "" if mean is None else f"{100 * mean:.2f}"
-            cells.append(f"**{text}**" if mean is not None and mean <= lowest else text)
+            cells.append(f"**{text}**" if mean is not None and text == f"{100 * lowest:.2f}" else text)
         rows.append(f"| {method} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
@@ -126,6 +126,7 @@ def write_report(results: dict[str, Any], docs: Path) -> None:
         "guided by gradients, and from annealing where gradients mislead (`layers`), not from the manifold. What "
         "the manifold saves is the coefficient of the penalty.",
         "",
+        *[line for note in results.get("notes", []) for line in (note, "")],
         "## By size",
         "",
         *[f"![{family}](assignment/{family}.svg)\n" for family in families],
