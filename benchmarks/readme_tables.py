@@ -98,7 +98,7 @@ def headline():
     mean = "one seed" if seeds == 1 else f"mean of up to {seeds} seeds"
     lines = [
         f"KL divergence to the original model on held-out text (lower is better), {mean}, for {model}.",
-        "All methods choose from the same quantized layers, and searches process the same number of tokens.",
+        "All methods choose from the same quantized layers, untuned; searches process the same number of tokens.",
         "",
         f"| method | {' | '.join(f'{budget} bits' for budget in budgets)} |",
         "|---|" + "---:|" * len(budgets),

@@ -411,7 +411,8 @@ def test_the_device_that_auto_took_is_reported_first(tmp_path):
         ({"size": 1000}, ValueError, "bytes"),
         ({"bits": 3, "data": []}, ValueError, "holds no text"),
         ({"bits": 3, "data": ["", "  "]}, ValueError, "holds no text"),
-        ({"bits": 3, "data": ["short"]}, ValueError, "fewer than one sequence"),
+        ({"bits": "two"}, ValueError, "`bits` must hold finite numbers, such as 2.5 or '7/3', got 'two'.$"),
+        ({"bits": 3, "data": ["short"]}, ValueError, "^the given text .*fewer than one sequence.*`length`"),
         ({"bits": 3, "data": 7}, TypeError, "`data` must be"),
         ({"bits": 3, "data": ["text", 7]}, ValueError, r"data\[1\] is a int"),
         ({"bits": 3, "data": [{"role": "user", "content": "x"}]}, ValueError, "a list of conversations"),
@@ -438,6 +439,12 @@ def test_mistakes_are_errors_at_once(llama, clean, settings, error, message):
     assert "--" not in str(caught.value)
     assert_untouched(model, before)
     assert files_in(clean) == ["temporary", "work"]
+
+
+def test_a_loaded_model_prints_as_one_line(folders):
+    loaded = rco.load(folders["llama"])
+    assert "LlamaForCausalLM" in repr(loaded)
+    assert "\n" not in repr(loaded)
 
 
 def test_models_that_cannot_be_compressed(llama, folders, tmp_path):

@@ -49,7 +49,7 @@ class _OutputTable(LossTable):
 
 @dataclass(frozen=True, kw_only=True)
 class AutoQuantize(TableSearch):
-    """The exact knapsack of ModelOpt's scores.
+    """The scores of ModelOpt's AutoQuantize, then the exact knapsack.
 
     The objective should define ``output_scores``. Without it a group counts as one output, whose score is the
     squared change of the gradient.

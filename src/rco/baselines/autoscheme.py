@@ -50,7 +50,7 @@ class _DeltaTable(LossTable):
 
 @dataclass(frozen=True, kw_only=True)
 class AutoScheme(TableSearch):
-    """The exact knapsack of AutoScheme's delta losses.
+    """The delta losses of AutoRound's AutoScheme, then the exact knapsack.
 
     The objective should define ``delta_losses``. Without it the delta of an option is the size of the gradient's
     change between it and the base.

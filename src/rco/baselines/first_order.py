@@ -42,7 +42,7 @@ class GradientTable(LossTable):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstOrder(TableSearch):
-    """The exact knapsack of the gradient at the base."""
+    """Losses predicted from gradients at one fixed allocation, then the exact knapsack."""
 
     name: ClassVar[str] = "first-order"
 

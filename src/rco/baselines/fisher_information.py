@@ -14,7 +14,7 @@ __all__ = ["Fisher"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fisher(TableSearch):
-    """The exact knapsack of second-order losses.
+    """Losses predicted from the Fisher information of each group, then the exact knapsack.
 
     An objective with the table ``fisher_losses`` has drawn the labels from the model itself, which is the Fisher
     information proper; otherwise the gradients of the loss on each batch give the empirical one.

@@ -74,7 +74,7 @@ class _NoiseTable(_LinearTable):
 
 @dataclass(frozen=True, kw_only=True)
 class HIGGS(TableSearch):
-    """The linear model of the loss in the groups' squared errors, and its exact knapsack.
+    """A loss linear in the squared error of each group, fitted to measurements, then the exact knapsack.
 
     The objective must have the table ``option_errors``, the relative squared error of every option, (N, K).
 

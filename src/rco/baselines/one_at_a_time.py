@@ -49,7 +49,7 @@ class SwitchTable(LossTable):
 
 @dataclass(frozen=True, kw_only=True)
 class OneAtATime(TableSearch):
-    """The exact knapsack of measured losses."""
+    """The loss of every option measured while all other groups stay, then the exact knapsack."""
 
     name: ClassVar[str] = "one-at-a-time"
 

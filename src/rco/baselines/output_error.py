@@ -14,7 +14,7 @@ __all__ = ["OutputError"]
 
 @dataclass(frozen=True, kw_only=True)
 class OutputError(BudgetedSearch):
-    """The exact knapsack of the options' errors.
+    """The error of every option in the output of its group, then the exact knapsack.
 
     The objective must have the table ``output_errors`` or ``option_errors``, (N, K).
     """

@@ -23,11 +23,14 @@ def _first_line(target: str) -> str:
 
 def ls(
     kind: Annotated[
-        str, typer.Argument(help="Kind of names: methods, formats, storage, models, architectures or data.")
+        str,
+        typer.Argument(
+            help="methods, formats (checkpoints), storage (for --formats), models, architectures or data."
+        ),
     ] = "methods",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List names for other commands: methods, formats of checkpoints and of stored weights, models, data.
+    """List names for other commands: search methods, checkpoint and weight formats, models, architectures, data.
 
     rco ls methods
 

@@ -34,11 +34,15 @@ def solve(
     max_states: Annotated[
         int,
         typer.Option(
-            "--max-states", min=1, max=2**31 - 1, help="Most states; at the limit the gap is certified."
+            "--max-states",
+            min=1,
+            max=2**31 - 1,
+            help="Most search states; at the limit the best choice so far is printed, with its gap.",
         ),
     ] = 20_000_000,
     time_limit: Annotated[
-        float, typer.Option("--time-limit", help="Most seconds per sample, for several joint budgets.")
+        float,
+        typer.Option("--time-limit", help="Most seconds per item of a batch, for several joint budgets."),
     ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -128,7 +128,7 @@ def exact_array(values: Any, name: str) -> ExactArray:
 def _from_floats(array: np.ndarray, name: str) -> ExactArray:
     if not np.isfinite(array).all():
         position = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
-        raise ValueError(f"{name} must be finite, got {array[position]} at {position or 'the only entry'}.")
+        raise ValueError(f"{name} must be finite, got {array[position]}{_at(position)}.")
     if (array == np.rint(array)).all() and (np.abs(array) < _INT64_SAFE).all():
         return ExactArray(array.astype(np.int64), 1)
     unique, inverse = np.unique(array, return_inverse=True)
@@ -148,7 +148,7 @@ def _from_objects(array: np.ndarray, name: str) -> ExactArray:
         if not isinstance(value, float | Rational | Decimal | str | np.integer | np.floating):
             raise ValueError(
                 f"{name} must hold numbers (integers, Fractions, Decimals, floats, or strings such as '7/3'), "
-                f"got {value!r} at {position or 'the only entry'}."
+                f"got {value!r}{_at(position)}."
             )
         key = (type(value), value)
         if key not in seen:
@@ -170,8 +170,12 @@ def _fraction(value: Any, name: str, position: tuple[int, ...]) -> Fraction:
         return convert(value)
     except (ValueError, OverflowError, ZeroDivisionError):
         raise ValueError(
-            f"{name} must hold finite numbers, got {value!r} at {position or 'the only entry'}."
+            f"{name} must hold finite numbers, such as 2.5 or '7/3', got {value!r}{_at(position)}."
         ) from None
+
+
+def _at(position: tuple[int, ...]) -> str:
+    return f" at {position}" if position else ""
 
 
 def _over_one_denominator(fractions: list[Fraction], index: np.ndarray) -> ExactArray:

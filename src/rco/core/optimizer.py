@@ -209,8 +209,10 @@ class RiemannianAdam(RiemannianOptimizer):
         lr: Learning rate.
         betas: Decay rates of the two moments.
         eps: Added to the denominator.
-        one_sided: As for :class:`RiemannianOptimizer`.
-        straighten: As for :class:`RiemannianOptimizer`.
+        one_sided: On the surface ``"<="``, leave a gradient that lowers the cost unchanged; False: project it, as
+            the paper does.
+        straighten: Correct each step so that it keeps the budget to first order before the retraction; the paper
+            does not.
     """
 
     def __init__(

@@ -139,7 +139,8 @@ class AllocationProblem:
         weights: (N,) positive weights; the cost of option k in group i is ``weights[i] * option_costs[..., k]``.
         sense: ``"<="``: an allocation costs at most B. ``"=="``: it costs exactly B; a search refuses a total that
             no allocation has. None: at most B, and B must lie within the reachable range, which catches budgets in
-            the wrong unit. On which surface a search moves its logits is the choice of the search.
+            the wrong unit. Whether the logits of a search may cost less than B is a setting of the
+            search (``surface``).
         blocks: (N,) block ids: each block of groups has a budget of its own.
         allowed: (N, K) booleans: locks (one allowed option) and forbidden options. Costs of forbidden options
             are ignored.

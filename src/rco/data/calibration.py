@@ -353,7 +353,8 @@ def _generator(source: Source, seed: int) -> np.random.Generator:
 
 
 def _check_enough(source: Source, part: Part, found: _Windows, wanted: int | None, length: int) -> None:
-    which = source.name if part == "all" else f"{source.name} ({part} part)"
+    name = source.title or source.name
+    which = name if part == "all" else f"{name} ({part} part)"
     if found.seen == 0:
         raise DataError(f"{which} holds no text; pass other data.")
     count = len(found.tokens)
@@ -361,11 +362,11 @@ def _check_enough(source: Source, part: Part, found: _Windows, wanted: int | Non
         if found.seen >= length:
             raise DataError(
                 f"{which} has {found.seen} tokens, but no whole sequence of {length} among them holds an answer; "
-                "pass a shorter length or other data."
+                "pass a smaller `length` or other data."
             )
         raise DataError(
-            f"{which} has {found.seen} tokens, fewer than one sequence of {length}: pass a length of at most "
-            f"{found.seen}, or more text."
+            f"{which} has {found.seen} tokens, fewer than one sequence of {length}: set `length` to at most "
+            f"{found.seen}, or pass more text."
         )
     if wanted is not None and count < wanted:
         raise DataError(

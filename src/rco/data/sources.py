@@ -85,12 +85,14 @@ class Source:
             large to be read whole.
         streamed: Whether it is too large to be read whole; then only as much is read as is requested.
         local: Whether it is the user's file, whose evaluation part is held back from calibration.
+        title: Its name in messages, where that differs from the label.
     """
 
     name: str
     documents: Callable[[Part, int], Iterator[Document]]
     streamed: bool = False
     local: bool = False
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,9 @@ def resolve_source(spec: Data) -> Mixture:
         DataError: A name is unknown, a file is missing or of an unknown kind, or a weight is not positive.
     """
     if isinstance(spec, Texts):
-        given = Source(spec.name, lambda part, seed: take_part(spec.documents, part), local=True)
+        given = Source(
+            spec.name, lambda part, seed: take_part(spec.documents, part), local=True, title="the given text"
+        )
         return Mixture(spec.name, (given,), (1.0,))
     text = str(spec).strip()
     if not text:

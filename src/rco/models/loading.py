@@ -68,6 +68,11 @@ class LoadedModel:
     gguf: Path | None = field(default=None, kw_only=True)
     place: torch.device | None = field(default=None, kw_only=True)
 
+    def __repr__(self) -> str:
+        """One line; ``.model`` prints all modules."""
+        kind = type(self.model).__name__
+        return f"LoadedModel({self.name!r}: {kind}, {self.dtype}, {self.device}; .model, .tokenizer)"
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the config and the weights, by which a store recognises another model."""
@@ -540,6 +545,6 @@ def load(name: str | Path, **settings: Any) -> LoadedModel:
             ``trust_remote_code``.
 
     Returns:
-        The model with its tokenizer; ``.model`` is the torch module.
+        An object with the transformers model as ``.model`` and its tokenizer as ``.tokenizer``.
     """
     return load_model(checkpoint_of(name), **settings)

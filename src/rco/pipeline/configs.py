@@ -192,8 +192,8 @@ class QuantizeConfig(CompressConfig):
     )  # fmt: skip
     flops_share: str | None = setting(
         None,
-        help="A second budget: most cost of multiplications as a share of that at 16 bits, e.g. 0.4. 8-bit weights "
-        "with 8-bit inputs cost a half, 4-bit ones a quarter, weights alone as much as the original ones.",
+        help="A second budget: cost of all matrix products as a share of their cost at 16 bits, e.g. 0.4. 8-bit "
+        "weights with 8-bit inputs cost a half, 4-bit with 4-bit a quarter, any weights with 16-bit inputs 1.",
         panel="Budget",
     )
     cost_table: Path | None = setting(
@@ -469,7 +469,7 @@ class EvaluateConfig:
     """Models and measurements; the flags of ``rco evaluate``."""
 
     paths: list[str] = setting(help="Runs, checkpoints, Hub ids or built-in names.")
-    reference: str | None = setting(None, help="Original model, for KL and recovery.")
+    reference: str | None = setting(None, help="Original model, for KL and relative accuracy (recovery).")
     data: Data = setting(
         "builtin", help="Text: names (`rco ls data`), files, or mixtures such as a+b.", flag=str
     )

@@ -132,8 +132,8 @@ def solve_mckp(
     Args:
         values: (N, K) or (batch, N, K) numbers, a numpy array or torch tensor; ``-inf`` forbids an option.
         problem: Costs, budgets, blocks and locks.
-        max_states: Work after which one knapsack stops with status ``"limit"``; noisy logits stay far below it,
-            many exactly equal value-to-cost ratios with large odd costs need not.
+        max_states: Most search states of one knapsack, which then stops with status ``"limit"``. Random values stay
+            far below it; many equal value-to-cost ratios with large odd costs can reach it.
         time_limit: Seconds for each sample of a problem with several joint budgets, which HiGHS solves.
 
     Returns:
