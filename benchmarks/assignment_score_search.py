@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core.annealing import Cooling, walk
+from rco.core.annealing_walk import Cooling, walk
 from rco.core.choice import Candidates, SampleTracker
 from rco.core.objective import one_hot
 from rco.core.optimizer import ManifoldOptimizer, search_surface

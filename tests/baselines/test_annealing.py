@@ -5,7 +5,7 @@ import pytest
 
 import rco
 from rco.baselines.annealing import Annealing
-from rco.core.annealing import random_move
+from rco.core.annealing_walk import random_move
 from rco.core.moves import uniform_allocation
 from rco.testing import QuadraticObjective, random_problem, true_optimum
 

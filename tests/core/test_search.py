@@ -1,6 +1,8 @@
 """RCO end to end on problems whose optimum is known; resume, determinism, records, boundary budgets."""
 
 import dataclasses
+import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -144,7 +146,10 @@ def test_settings_are_upper_bounds_within_an_allowance():
         rco.RCO(steps=None)
 
 
-def test_a_time_limit_lets_the_temperature_fall_all_the_way():
+def test_a_time_limit_lets_the_temperature_fall_all_the_way(monkeypatch):
+    ticks = itertools.count()  # a clock that advances by a millisecond at every reading
+    clock = SimpleNamespace(perf_counter=lambda: 1e-3 * next(ticks))
+    monkeypatch.setattr(rco.core.evaluator, "time", clock)
     result = rco.RCO(steps=None, refine=None, samples=2, max_seconds=0.6).search(
         random_problem(3, 8, 3), Many()
     )

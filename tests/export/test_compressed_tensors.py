@@ -463,7 +463,8 @@ def test_configs_of_other_hands():
     found = validate_for_engine(config, "vllm", names)
     assert found == ["model.layers.9.mlp.up_proj: neither a target nor on the ignore list."]
     config["quantization_config"]["format"] = "int-quantized"
-    assert validate_for_engine(config, "transformers") == ["format is 'int-quantized', not 'pack-quantized'."]
+    found = validate_for_engine(config, "transformers")
+    assert found == ["format is 'int-quantized', its groups need 'pack-quantized'."]
     assert validate_for_engine({"model_type": "llama"}, "vllm") == []
     with pytest.raises(ValueError, match="Unknown engine 'vlm'"):
         validate_for_engine(config, "vlm")

@@ -194,8 +194,8 @@ def test_a_search_runs_over_the_documents_format(ternary, tmp_path):
 
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").eval()
     torch.testing.assert_close(written(tokens).logits, expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="does not load the formats ternary"):
-        make_plan(loaded.layout, linears, serve="vllm", formats=[module.Ternary()])
+    with pytest.raises(ValueError, match=r"vllm takes the formats .*, not ternary"):
+        make_plan(loaded.layout, linears, serve="vllm", widths=[3, 4], formats=[module.Ternary()])
 
 
 def test_at_most_one_option_of_another_family_is_dense_at_a_time(ternary, monkeypatch):

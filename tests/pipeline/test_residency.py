@@ -72,7 +72,7 @@ def test_the_reference_of_pruning_is_in_host_memory(monkeypatch):
     for device in ("cpu", "cuda"):
         layout = SimpleNamespace(head=lambda _: head)
         loaded = SimpleNamespace(model=None, layout=layout, device=torch.device(device))
-        plan = SimpleNamespace(removes_only=True)
+        plan = SimpleNamespace(removes_only=True, target=None)
         compression = SimpleNamespace(loaded=loaded, compute_dtype=torch.bfloat16, plan=plan)
         config = PruneConfig(model="any", experts="0.25")
         found[device] = estimate.estimate(compression, config, "resident", counted)

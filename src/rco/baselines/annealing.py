@@ -1,6 +1,6 @@
 """Simulated annealing over switches of single groups and exchanges between two, on the true loss.
 
-The moves and the rule that keeps them are those of :mod:`rco.core.annealing`. No gradient is needed.
+The moves and the rule that keeps them are those of :mod:`rco.core.annealing_walk`. No gradient is needed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from rco.core.annealing import Cooling, random_move
+from rco.core.annealing_walk import Cooling, random_move
 from rco.core.choice import Candidates
 from rco.core.knapsack import knapsack
 from rco.core.moves import uniform_allocation

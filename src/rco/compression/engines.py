@@ -69,11 +69,11 @@ class Engine:
 
     def refusal(self, scheme: Format) -> str | None:
         """Reason why a scheme is unsupported; None if it is supported."""
-        if isinstance(scheme, FloatingPoint) and scheme.name not in self.floating:
+        if not isinstance(scheme, IntegerGrid):
+            if self.name == "any" or scheme.name in self.floating:
+                return None
             known = ", ".join(sorted(self.floating)) or "of integer grids alone"
             return f"{self.name} takes the formats {known}, not {scheme.name}"
-        if not isinstance(scheme, IntegerGrid):
-            return None
         widths = self.symmetric_bits if scheme.symmetric else self.asymmetric_bits
         grid = "symmetric" if scheme.symmetric else "asymmetric"
         if scheme.bits not in widths:

@@ -7,7 +7,7 @@ The best local optima are kept.
 
 Where gradients say little of the loss at other allocations, random moves find more. So where one batch gives the
 loss, the refinement of the starting point is compared with a walk of simulated annealing of as many evaluations
-(:mod:`rco.core.annealing`). If the walk finds the lower loss, longer and longer walks replace most restarts.
+(:mod:`rco.core.annealing_walk`). If the walk finds the lower loss, longer and longer walks replace most restarts.
 
 Everything drawn, and every length, depends on the seed and on what was found before, so that a larger allowance
 continues where a smaller one ended.
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rco.core.annealing import Cooling, walk
+from rco.core.annealing_walk import Cooling, walk
 from rco.core.evaluator import Evaluator
 from rco.core.knapsack import found_allocation
 from rco.core.moves import spend
