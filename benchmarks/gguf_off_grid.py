@@ -26,16 +26,18 @@ def main():
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="where noise is made; another device, other noise")
     arguments = parser.parse_args()
-    print(f"{write_off_grid(arguments.source, arguments.target, arguments.seed):,} bytes")
+    written = write_off_grid(arguments.source, arguments.target, arguments.seed, arguments.device)
+    print(f"{written:,} bytes")
 
 
-def write_off_grid(source, target, seed=0):
+def write_off_grid(source, target, seed=0, device="cpu"):
     """Write the reference of a file; returns its bytes."""
     from rco.formats.ggml.block_types import BLOCK_TYPES
     from rco.models.gguf_file import TYPE_NUMBERS, GGUFReader, TensorEntry, encoded_value, write_gguf
 
-    reader, generator = GGUFReader(source), torch.Generator().manual_seed(seed)
+    reader, generator = GGUFReader(source), torch.Generator(device).manual_seed(seed)
     tensors = []
     for name, entry in reader.tensors.items():
         if entry.type_name in BLOCK_TYPES:
@@ -52,11 +54,12 @@ def _noisy(reader, name, generator):
     out = torch.empty(entry.rows, entry.columns, dtype=torch.bfloat16)
     for start in range(0, entry.rows, _ROWS):
         places = torch.arange(start, min(start + _ROWS, entry.rows))
-        block = reader.decode_rows(name, places).unflatten(-1, (-1, _BLOCK))
+        block = reader.decode_rows(name, places).to(generator.device).unflatten(-1, (-1, _BLOCK))
         gaps = block.sort(-1).values.diff(dim=-1)
         step = torch.where(gaps > 0, gaps, torch.inf).amin(-1, keepdim=True)
-        noise = (torch.rand(block.shape, generator=generator) - 0.5) * torch.where(step.isinf(), 0.0, step)
-        out[places] = (block + noise).flatten(-2).bfloat16()
+        noise = torch.rand(block.shape, generator=generator, device=block.device) - 0.5
+        noise *= torch.where(step.isinf(), 0.0, step)
+        out[places] = (block + noise).flatten(-2).bfloat16().cpu()
     return memoryview(out.view(torch.uint8).numpy())
 
 
