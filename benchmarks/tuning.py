@@ -32,6 +32,7 @@ import json
 import math
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -467,36 +468,45 @@ def text_passages(folder, domains, count):
 
 def auto_round(arguments):
     """Dense checkpoints with the weights of AutoRound at uniform widths, trained on the text of --domains."""
-    from auto_round import AutoRound
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     passages = text_passages(arguments.text, arguments.domains.split(","), arguments.nsamples)
-    for bits in arguments.bits.split(","):
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto")
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-        began = time.perf_counter()
-        rounded = AutoRound(
-            model,
-            tokenizer,
-            bits=int(bits),
-            group_size=arguments.group_size,
-            sym=False,
-            iters=arguments.iters,
-            nsamples=arguments.nsamples,
-            seqlen=arguments.length,
-            dataset=passages,
-            device_map=arguments.device,
-        )
-        out = Path(arguments.out) / f"{Path(arguments.model).name}-{bits}"
-        rounded.quantize_and_save(str(out), format="fake")
-        told = {
-            "seconds": {"tuning": time.perf_counter() - began},
-            "tokens": arguments.iters * 8 * arguments.length,
-            "iters": arguments.iters,
-            "nsamples": arguments.nsamples,
-        }
-        (out / "auto_round.json").write_text(json.dumps(told))
+    # AutoRound computes in bfloat16, and where the checkpoint is float32 it saves the weights of that, not rounded.
+    with tempfile.TemporaryDirectory() as source:
+        AutoModelForCausalLM.from_pretrained(arguments.model, dtype="bfloat16").save_pretrained(source)
+        AutoTokenizer.from_pretrained(arguments.model).save_pretrained(source)
+        for bits in arguments.bits.split(","):
+            _auto_round(arguments, source, bits, passages)
     return 0
+
+
+def _auto_round(arguments, source, bits, passages):
+    from auto_round import AutoRound
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    began = time.perf_counter()
+    rounded = AutoRound(
+        model,
+        AutoTokenizer.from_pretrained(source),
+        bits=int(bits),
+        group_size=arguments.group_size,
+        sym=False,
+        iters=arguments.iters,
+        nsamples=arguments.nsamples,
+        seqlen=arguments.length,
+        dataset=passages,
+        device_map=arguments.device,
+    )
+    out = Path(arguments.out) / f"{Path(arguments.model).name}-{bits}"
+    rounded.quantize_and_save(str(out), format="fake")
+    told = {
+        "seconds": {"tuning": time.perf_counter() - began},
+        "tokens": arguments.iters * 8 * arguments.length,
+        "iters": arguments.iters,
+        "nsamples": arguments.nsamples,
+    }
+    (out / "auto_round.json").write_text(json.dumps(told))
 
 
 def merge(arguments):
