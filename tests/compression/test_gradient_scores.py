@@ -1,14 +1,17 @@
 """Scores of ModelOpt and AutoRound: against plain autograd through a model with the options in place."""
 
 from contextlib import ExitStack
+from fractions import Fraction
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from rco.compression.budget import Budget
 from rco.compression.candidates import CandidateSettings
 from rco.compression.compression import Compression
 from rco.compression.plan import make_plan
+from rco.compression.second_order import predicted_losses
 from rco.core.objective import one_hot
 from rco.data.calibration import CalibrationSet
 from rco.formats import parse
@@ -76,6 +79,28 @@ def test_output_scores(backend):
             wanted[row, column] += float((gradient.square() * (changed - output.detach()).square()).sum())
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-12)
     assert (found[:, original] == 0).all()
+
+
+def test_diagonal_losses_are_output_scores_of_sampled_tokens(backend):
+    compression, data = backend
+    assert compression.has_diagonal_losses
+    found = compression.diagonal_losses(data, seed=3)
+    options = len(compression.plan.options)
+    original = next(k for k, option in enumerate(compression.plan.options) if option.name == "original")
+    assert found.shape == (len(compression.plan.groups), options)
+    assert (found[:, original] == 0).all()
+    others = [k for k in range(options) if k != original]
+    assert (found[:, others] > 0).all()
+    # Up to correlations of outputs and tokens, and the noise of few sequences, they are the losses themselves.
+    draws = [compression.differences(data, seed=seed) for seed in range(16)]
+    exact = predicted_losses(torch.cat(draws))[:, others]
+    ratio = (found[:, others] / exact).log()
+    assert float(ratio.abs().median()) < 1.0
+    compression.use_differences(draws[0], diagonal=found)
+    problem = compression.problem(Budget("bits", Fraction(8)))
+    inputs = compression.search_inputs(problem, "fisher", 3.0)
+    assert torch.equal(inputs["proxy"][1], found)
+    compression.use_differences(None)
 
 
 def test_delta_losses(backend):

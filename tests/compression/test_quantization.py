@@ -266,6 +266,17 @@ def far_off(estimate, truth):
     return float((estimate / truth).log().square().mean().sqrt())
 
 
+def test_factors_of_groups_with_comparable_errors_lose_their_noise():
+    generator = torch.Generator().manual_seed(1)
+    errors = torch.exp(torch.randn(40, 2, generator=generator, dtype=torch.float64))
+    for scatter, kept in ((0.0, 0.5), (0.1, 0.6), (2.0, 1.02)):  # of the groups' true factors
+        truth = errors * torch.exp(scatter * torch.randn(40, 1, generator=generator, dtype=torch.float64))
+        differences = drawn_differences(truth[:, :1], 16) * (truth / truth[:, :1]).sqrt()
+        plain = predicted_losses(differences, errors)
+        shrunk = predicted_losses(differences, errors, comparable=True)
+        assert far_off(shrunk, truth) < kept * far_off(plain, truth)
+
+
 def test_pooling_over_options_takes_out_most_of_the_noise():
     generator = torch.Generator().manual_seed(1)
     errors = 4.0 ** -torch.arange(7.0, dtype=torch.float64) * torch.rand(40, 1, generator=generator).double()

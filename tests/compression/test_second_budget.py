@@ -14,6 +14,7 @@ from rco.compression.plan import make_plan
 from rco.compression.priors import logits_from_losses
 from rco.compression.second_budget import SecondBudget
 from rco.core.knapsack import solve_mckp
+from rco.core.moves import is_spent
 from rco.core.problem import InfeasibleBudgetError
 from rco.core.search import RCO
 from rco.formats import parse
@@ -73,6 +74,7 @@ def test_a_search_meets_both(costs):
     for seed in range(3):
         result = RCO(steps=15, samples=2, refine=4, seed=seed).search(problem, objective)
         assert all(spent(problem, result.allocation))
+        assert is_spent(problem, np.asarray(result.allocation))  # no upgrade is left that fits both
 
 
 def test_initial_logits_price_both_costs(costs):

@@ -371,6 +371,13 @@ def test_the_exact_knapsack_of_the_proxy_is_a_candidate(seed, monotone):
     result = rco.RCO(steps=0, refine=0).search(problem, Additive(), prior=prior, proxy=losses)
     best = float(losses[torch.arange(10), torch.from_numpy(exact)].sum())
     assert result.candidates["proxy"] == pytest.approx(best, rel=1e-12)
+    # Of several estimates each has its own candidate.
+    wrong = losses.flip(0)
+    result = rco.RCO(steps=0, refine=0).search(
+        problem, Additive(), prior=prior, proxy=torch.stack([wrong, losses])
+    )
+    assert result.candidates["proxy 2"] == pytest.approx(best, rel=1e-12)
+    assert result.candidates["proxy"] > best
     assert result.loss <= best + 1e-12
 
 

@@ -5,7 +5,7 @@ import torch
 from floating_weights import representable
 
 from rco import formats
-from rco.formats import floating
+from rco.formats import elements, floating
 from rco.formats.base import EncodeSettings
 from rco.formats.floating import FloatingPoint
 from rco.testing import check_format
@@ -138,13 +138,13 @@ def test_compiled_loops_do_what_the_loops_over_columns_do(name):
     found = floating._compensated(start, weight, root, hessian, sweeps=1)
 
     levels, scales = (
-        floating._levels(start.format.kind.element, weight.device).double(),
+        elements.levels_of(start.format.kind.element, weight.device).double(),
         start.wide_scales(torch.float64),
     )
     current, decoded = weight.clone(), torch.empty_like(weight)
 
     def nearest(target, column):
-        codes = floating._nearest(target / scales[:, column], start.format.kind.element)
+        codes = elements.nearest_codes(target / scales[:, column], start.format.kind.element)
         return levels[codes.int()] * scales[:, column]
 
     for column in range(160):

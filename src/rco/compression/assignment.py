@@ -34,7 +34,7 @@ def assignment_problem(
     Args:
         costs: Of the plan, for the budget's kind.
         budget: The requested budget.
-        second: A further budget that must hold at the same time; either may then be left unspent.
+        second: A further budget that must hold at the same time; an upgrade must fit both.
         uniform: Keep the same number of experts in every layer; for plans that only keep or remove experts.
         min_per_layer: Fewest experts that a layer keeps; never below its router's top-k.
 
@@ -65,7 +65,7 @@ def assignment_problem(
     matrix, most, unit = second.costs(plan)
     both, limits = np.stack([costs.matrix, matrix]), [costs.total(budget.amount), most]
     try:
-        return AllocationProblem(both, limits, sense="<=", **{**arguments, "monotone": False})
+        return AllocationProblem(both, limits, sense="<=", **arguments)
     except InfeasibleBudgetError as error:
         low, high = costs.range
         least = Fraction(int(np.where(plan.allowed, matrix, matrix.max()).min(axis=1).sum()), unit)

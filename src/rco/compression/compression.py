@@ -47,12 +47,13 @@ from rco.compression.priors import (
     logits_from_weights,
 )
 from rco.compression.second_budget import SecondBudget
-from rco.compression.second_order import SecondOrder, fisher_difference, second_order
+from rco.compression.second_order import SecondOrder, diagonal_losses, fisher_difference, second_order
 from rco.compression.switched_model import SwitchedModel, full_head, switched_model
 from rco.core.problem import Allocation, AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.distributed import Ranks
 from rco.formats.base import Format, Stored
+from rco.formats.floating import FloatingPoint
 from rco.formats.removed import REMOVED
 from rco.formats.streaming import OptionStream, pinned_together
 from rco.losses import Head
@@ -153,6 +154,7 @@ class Compression:
         self._packed: Mapping[str, Mapping[str, Stored]] | None = None
         self._tuned: Mapping[str, Mapping[str, Stored]] = {}
         self._second_order: SecondOrder | None = None
+        self._diagonal: Tensor | None = None
         self._scores: dict[str, list[Tensor]] | None = None
         self.keep_references = False  # for callers that open the objective more than once on the same text
         self._references: dict[str, Reference] = {}
@@ -310,7 +312,7 @@ class Compression:
             raise ValueError("The given plan has other options, so it cannot use the same candidates.")
         self.packed()  # loaded once, for both
         other = copy.copy(self)
-        other.plan, other._costs, other._second_order = plan, {}, None
+        other.plan, other._costs, other._second_order, other._diagonal = plan, {}, None, None
         return other
 
     def packed(self) -> Mapping[str, Mapping[str, Stored]]:
@@ -424,15 +426,43 @@ class Compression:
             on_progress(total, total)
         return torch.stack(parts)
 
-    def use_differences(self, differences: Tensor | None, layer_errors: Tensor | None = None) -> None:
+    @property
+    def has_diagonal_losses(self) -> bool:
+        """Whether there are :meth:`diagonal_losses`: some option rounds inputs, and all groups are linears."""
+        rounding = any(isinstance(each, FloatingPoint) and each.rounds_inputs for each in self.plan.options)
+        linears = not any(
+            isinstance(info, ExpertLinear) or info.role == EMBEDDING_ROLE for info in self.plan.linears
+        )
+        return rounding and linears
+
+    def diagonal_losses(self, calibration: CalibrationSet, *, seed: int = 0) -> Tensor:
+        """(N, K) predicted KL of every option, with rounded inputs, by squares of gradients at outputs.
+
+        See :func:`rco.compression.second_order.diagonal_losses`.
+        """
+        with self.switchable(original=True) as switched:
+            parts = [
+                diagonal_losses(self.loaded, switched, calibration, index, seed)
+                for index in range(len(calibration))
+            ]
+        return torch.stack(parts).mean(dim=0)
+
+    def use_differences(
+        self,
+        differences: Tensor | None,
+        layer_errors: Tensor | None = None,
+        diagonal: Tensor | None = None,
+    ) -> None:
         """Derive losses and curvature of all options from :meth:`differences`; None forgets them.
 
-        ``layer_errors``, from :meth:`layer_errors`, steady the losses of experts.
+        ``layer_errors``, from :meth:`layer_errors`, steady the losses of experts; ``diagonal``, from
+        :meth:`diagonal_losses`, those of options that round inputs.
         """
+        self._diagonal = None if differences is None else diagonal
         self._second_order = (
             None
             if differences is None
-            else second_order(self.plan, self.relative_errors(), differences, layer_errors)
+            else second_order(self.plan, self.relative_errors(), differences, layer_errors, diagonal)
         )
 
     @property
@@ -476,7 +506,9 @@ class Compression:
         if start == "weight-error":
             return {"prior": logits_from_weights(self.weight_distances(), problem, strength)}
         losses = self.losses if start == "fisher" else self.relative_errors()
-        return {"prior": logits_from_losses(losses, problem, strength), "proxy": losses}
+        diagonal = self._diagonal if start == "fisher" else None
+        proxy = losses if diagonal is None else torch.stack([losses, diagonal])
+        return {"prior": logits_from_losses(losses, problem, strength), "proxy": proxy}
 
     # ------------------------------------------------------------ scores of experts
 

@@ -9,6 +9,9 @@ baseline.
 One squared number per sequence is a noisy estimate: its relative error is sqrt(2 / sequences). But within a group
 the losses of the options are nearly proportional to their output errors, which are known exactly from the
 calibration; pooling over options and groups removes most of the noise, see :func:`predicted_losses`.
+
+Recorded output errors are those of weights alone. Where options also round inputs, :func:`diagonal_losses` take
+their place: squared gradients at outputs times squared changes of these, which have little noise.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ __all__ = [
     "SecondOrder",
     "alike_groups",
     "curvature",
+    "diagonal_losses",
+    "diagonal_sequences",
     "fisher_difference",
     "predicted_losses",
     "second_order",
@@ -52,7 +57,11 @@ class SecondOrder:
 
 
 def second_order(
-    plan: CompressionPlan, errors: Tensor, differences: Tensor, layer_errors: Tensor | None = None
+    plan: CompressionPlan,
+    errors: Tensor,
+    differences: Tensor,
+    layer_errors: Tensor | None = None,
+    diagonal: Tensor | None = None,
 ) -> SecondOrder:
     """Losses and curvature for the start of a search.
 
@@ -62,8 +71,9 @@ def second_order(
         differences: (S, N, K) from :meth:`rco.compression.compression.Compression.differences`.
         layer_errors: (N, K) changes in layers' outputs by options of experts, for :func:`steadied_losses`; None:
             losses are unchanged.
+        diagonal: (N, K) from :func:`diagonal_losses`, instead of ``errors``; None: they are unknown.
     """
-    losses = predicted_losses(differences, errors)
+    losses = predicted_losses(differences, errors if diagonal is None else diagonal, diagonal is not None)
     if layer_errors is not None:
         losses = steadied_losses(losses, layer_errors, alike_groups(plan))
     return SecondOrder(losses, curvature(differences, losses))
@@ -98,7 +108,24 @@ def fisher_difference(
     return (gradient[:, :-1] - gradient[:, -1:]) / per_token
 
 
-def predicted_losses(differences: Tensor, errors: Tensor | None = None) -> Tensor:
+def diagonal_losses(
+    loaded: LoadedModel, switched: SwitchedModel, calibration: CalibrationSet, index: int, seed: int
+) -> Tensor:
+    """(N, K) second-order KL of a sequence as if outputs of a layer affected the loss independently of each other.
+
+    Arguments are those of :func:`fisher_difference`. Inputs count as every option rounds them.
+    """
+    with switched.output_scores() as table:
+        fisher_difference(loaded, switched, calibration, index, seed)
+    return 0.5 * table[:, :-1] / max(int(calibration.mask[index, :-1].sum()), 1)
+
+
+def diagonal_sequences(sensitivity: int) -> int:
+    """Sequences for :func:`diagonal_losses`, of those for gradients: fewer, since they have less noise."""
+    return max(1, sensitivity // 4)
+
+
+def predicted_losses(differences: Tensor, errors: Tensor | None = None, comparable: bool = False) -> Tensor:
     """(N, K) second-order KL of changing one group alone.
 
     With ``errors``, the output error of every option (N, K), the estimates are shrunk towards
@@ -107,6 +134,7 @@ def predicted_losses(differences: Tensor, errors: Tensor | None = None) -> Tenso
     Args:
         differences: (S, N, K) from :meth:`rco.compression.compression.Compression.differences`.
         errors: Positive where an option changes anything; None: the plain mean of squares.
+        comparable: Whether errors of different groups compare, so that the factors of groups are shrunk as well.
     """
     raw = 0.5 * differences.square().mean(dim=0)
     if errors is None:
@@ -121,6 +149,8 @@ def predicted_losses(differences: Tensor, errors: Tensor | None = None) -> Tenso
     scatter = torch.where(known, scatter - centre, 0.0)
     # Variance of the logarithm of a mean of S squares.
     noise = float(torch.special.polygamma(1, torch.tensor(len(differences) / 2.0, dtype=torch.float64)))
+    if comparable:
+        scale = _shrunk(scale, noise)
     rows = known.sum(dim=0).clamp_min(1)
     by_option = scatter.sum(dim=0) / rows
     by_option = by_option * _share_of_signal(by_option.square(), noise / rows)
@@ -159,6 +189,17 @@ def alike_groups(plan: CompressionPlan) -> list[tuple[int, ...] | None]:
         kinds = sorted({("gate", "up", "down").index(m.projection) for m in parts})
         found.append((parts[0].layer.index, *kinds) if len(parts) == len(group.members) else None)
     return found
+
+
+def _shrunk(factors: Tensor, noise: float) -> Tensor:
+    """Factors (N, 1) whose logarithms are moved to their mean by the share of noise in their variance."""
+    known = factors > 0
+    logs = factors.where(known, 1.0).log()
+    count = known.sum().clamp_min(1)
+    middle = torch.where(known, logs, 0.0).sum() / count
+    spread = torch.where(known, logs - middle, 0.0)
+    share = _share_of_signal(spread.square().sum() / (count - 1).clamp_min(1), torch.tensor(noise))
+    return torch.where(known, (middle + share * spread).exp(), factors)
 
 
 def _share_of_signal(total: Tensor, noise: Tensor) -> Tensor:

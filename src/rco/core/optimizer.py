@@ -238,8 +238,9 @@ def search_surface(problem: AllocationProblem) -> Surface:
     """The surface on which a search keeps its expected cost, whichever way allocations meet the budget.
 
     C = B where spending is required or never hurts; elsewhere C <= B, since the best allocation may leave budget.
+    Several budgets can rarely be spent all at once, so that C <= B for them, too.
     """
-    return "==" if problem.exact or problem.monotone else "<="
+    return "==" if problem.exact or (problem.monotone and problem.num_joint == 1) else "<="
 
 
 class LogitOptimizer(Protocol):

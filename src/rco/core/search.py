@@ -360,7 +360,7 @@ class GumbelState(SearchState):
         curvature = self.evaluator.curvature
         self.interaction = (
             InteractionLosses(problem, curvature)
-            if curvature is not None and settings.curvature and problem.monotone
+            if curvature is not None and settings.curvature and problem.monotone and problem.num_joint == 1
             else None
         )
         self.best = SampleTracker(self.evaluator.objective.num_batches)

@@ -163,6 +163,7 @@ class BudgetedSearch(ABC):
                 ``loss(gates, batch)``, or a function of the gates.
             prior: (N, K) scores, higher is better.
             proxy: (N, K) losses of the options, taken to add up; their exact knapsack is among the candidates.
+                Several estimates of them, (P, N, K), have one each.
             start: An allocation that is among the starting points; without a prior the search starts near it.
             on_step: Called with a record after every step and every exchange that pays; returning True,
                 or raising StopIteration, ends the search with the best candidate so far.
@@ -302,7 +303,7 @@ class SearchRun:
         self.settings, self.target = settings, problem
         self.problem = problem if settings.meets_exactly else problem.relaxed
         self.prior = None if prior is None else torch.from_numpy(checked_table(prior, problem, "prior"))
-        self._proxy = None if proxy is None else torch.from_numpy(checked_table(proxy, problem, "proxy"))
+        self._proxy = None if proxy is None else _checked_proxies(proxy, problem)
         self._on_step, self._on_checkpoint, self._on_incumbent = on_step, on_checkpoint, on_incumbent
         self._uniform = uniform_allocation(problem)
         self.start = None if start is None else checked_start(start, problem)
@@ -328,7 +329,8 @@ class SearchRun:
             return 0
         spent = 2 if self.problem.monotone else 1
         known = self.settings.starts_from_prior
-        priors = int(known and self.prior is not None) + spent * int(known and self._proxy is not None)
+        proxies = 0 if self._proxy is None else len(self._proxy)
+        priors = int(known and self.prior is not None) + spent * int(known) * proxies
         return 1 + priors + int(self.start is not None)
 
     # ------------------------------------------------------------ interface of loops
@@ -537,7 +539,8 @@ class SearchRun:
         if self.start is not None:
             candidates.add("start", self.start, self.scores())
         if self.settings.starts_from_prior and self._proxy is not None:
-            candidates.add_exactly("proxy", -self._proxy)
+            for number, table in enumerate(self._proxy, start=1):
+                candidates.add_exactly("proxy" if number == 1 else f"proxy {number}", -table)
         if self.settings.starts_from_prior and self.prior is not None:
             candidates.add_values("prior", self.prior)
         if self.settings.spends_uniform:
@@ -615,6 +618,13 @@ def checked_start(start: Any, problem: AllocationProblem) -> np.ndarray:
             f"{problem.budget}, and it must use allowed options and keep the minimum counts."
         )
     return choices
+
+
+def _checked_proxies(proxy: Any, problem: AllocationProblem) -> Tensor:
+    """(P, N, K) tables of one table or several."""
+    tables = torch.as_tensor(proxy)
+    listed = tables if tables.ndim == 3 and len(tables) else [tables]
+    return torch.stack([torch.from_numpy(checked_table(table, problem, "proxy")) for table in listed])
 
 
 def checked_table(table: Any, problem: AllocationProblem, name: str) -> np.ndarray:

@@ -7,9 +7,9 @@ group of 16 or 32 columns. Tensors and arithmetic are those of compressed-tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,19 +28,18 @@ from rco.formats.base import (
     measured,
 )
 from rco.formats.coded import CodedFormat, CodedWeight, pack
+from rco.formats.elements import TOP, Element, ascending, levels_of, nearest_codes, power_of_two
 from rco.formats.gptq import exact_errors, factorize
+from rco.formats.input_rounding import InputRounding
 from rco.formats.rounding import check_weight, normalized_importance, working_dtype
 
 __all__ = ["FloatingPoint", "FloatingWeight", "TunableFloating"]
 
-Element = Literal["e2m1", "e4m3", "int8"]
 Scaling = Literal["channel", "block", "group16", "group32"]
 Inputs = Literal["token", "group16", "group32", "group128"]
 
 _BLOCK = 128
 _GROUP: dict[Scaling, int] = {"group16": 16, "group32": 32, "block": _BLOCK}
-_TOP: dict[Element, float] = {"e2m1": 6.0, "e4m3": 448.0, "int8": 127.0}
-_E4M3_TOP = 448.0
 _COLUMNS_AT_ONCE = 128
 _NEAREST = 0.499  # largest offset that rounds to the same element in any floating-point type
 # Shares of the range that takes the largest weight of a group to the largest element. Above one, it lands lower.
@@ -69,63 +68,6 @@ _KINDS: dict[str, _Kind] = {
     "mxfp8": _Kind("e4m3", "group32"),
     "mxfp8-a8": _Kind("e4m3", "group32", "group32"),
 }
-
-
-# ---------------------------------------------------------------------- elements
-
-
-@cache
-def _levels(element: Element, device: torch.device) -> Tensor:
-    """Value of every code, float32 (16,) or (256,); codes that stand for no number are zero."""
-    if element == "e2m1":
-        positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-        return torch.cat([positive, -positive]).to(device)
-    codes = torch.arange(256, dtype=torch.uint8)
-    if element == "int8":
-        return codes.view(torch.int8).float().to(device)
-    return codes.view(torch.float8_e4m3fn).float().nan_to_num(0.0).to(device)
-
-
-@cache
-def _ascending(element: Element, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Codes from the lowest to the highest value, and the place of every code among them (int64)."""
-    levels = _levels(element, torch.device("cpu"))
-    count = len(levels)
-    usable = [code for code in range(count) if not (element == "e4m3" and code & 0x7F == 0x7F)]
-    if element == "int8":
-        usable.remove(0x80)  # -128: the grid is symmetric
-    # Minus zero is the same value as zero.
-    usable = [code for code in usable if not (levels[code] == 0 and code)]
-    order = sorted(usable, key=lambda code: float(levels[code]))
-    places = torch.zeros(count, dtype=torch.int64)
-    for place, code in enumerate(order):
-        places[code] = place
-    minus_zero = {"e2m1": 8, "e4m3": 0x80}.get(element)
-    if minus_zero is not None:
-        places[minus_zero] = places[0]
-    return torch.tensor(order, dtype=torch.uint8, device=device), places.to(device)
-
-
-def _nearest(values: Tensor, element: Element) -> Tensor:
-    """Codes (uint8) of the elements nearest to ``values``, ties to even, values beyond the range to its end."""
-    top = _TOP[element]
-    if element == "int8":
-        return torch.round(values).clamp(-top, top).to(torch.int8).view(torch.uint8)
-    if element == "e4m3":
-        return values.float().clamp(-top, top).to(torch.float8_e4m3fn).view(torch.uint8)
-    size = values.abs()
-    # Thresholds between neighbours; a tie goes to the element with an even code.
-    code = (size > 0.25).to(torch.uint8)
-    for threshold, inclusive in (
-        (0.75, True),
-        (1.25, False),
-        (1.75, True),
-        (2.5, False),
-        (3.5, True),
-        (5.0, False),
-    ):
-        code += (size >= threshold) if inclusive else (size > threshold)
-    return code | ((values < 0) & (code > 0)).to(torch.uint8) << 3
 
 
 # ---------------------------------------------------------------------- the format
@@ -311,7 +253,7 @@ class FloatingPoint(CodedFormat):
         scaling = self._fitted(values, importance, settings, storage)
         none = torch.empty(0, dtype=torch.int32, device=values.device)
         scaled = self.restore((values.shape[0], values.shape[1]), {"packed": none, **scaling})
-        return scaled.with_codes(_nearest(values / scaled.wide_scales(values.dtype), self.kind.element))
+        return scaled.with_codes(nearest_codes(values / scaled.wide_scales(values.dtype), self.kind.element))
 
     def _fitted(
         self, values: Tensor, importance: Tensor | None, settings: EncodeSettings, storage: torch.dtype
@@ -342,8 +284,8 @@ class FloatingPoint(CodedFormat):
         best, lowest = None, None
         for factor in factors:
             codes, effective = stored(factor)
-            decoded = _levels(kind.element, values.device).to(values.dtype)[
-                _nearest(grouped / effective.to(values.dtype).unsqueeze(2), kind.element).int()
+            decoded = levels_of(kind.element, values.device).to(values.dtype)[
+                nearest_codes(grouped / effective.to(values.dtype).unsqueeze(2), kind.element).int()
             ] * effective.to(values.dtype).unsqueeze(2)
             error = ((decoded - grouped).square_().mul_(weighted)).sum(dim=2)
             if best is None or lowest is None:
@@ -369,24 +311,26 @@ class FloatingPoint(CodedFormat):
 
     def input_rule(self, stored: Stored) -> ActivationRule | None:
         """The rounding of the inputs."""
+        element = self.kind.element
         match self.kind.inputs:
             case None:
                 return None
             case "token":
-                return _round_per_token if self.kind.element == "e4m3" else _round_per_token_int8
+                return InputRounding(element)
             case "group128":
-                return _round_per_128
+                return InputRounding(element, group=_BLOCK)
             case "group32":
-                return _round_mx4 if self.kind.element == "e2m1" else _round_mx8
+                return InputRounding(element, group=32, powers=True)
             case "group16":
-                return _NVInputs(float(stored.tensors["input_global_scale"][0, 0]))
+                scale = float(stored.tensors["input_global_scale"][0, 0])
+                return InputRounding(element, group=16, global_scale=scale)
 
 
 def _global_scale(peak: float) -> float:
     """Scale of a whole tensor that makes the scales of its groups fit E4M3; as a float32."""
     if not 0 < peak < float("inf"):
         return 1.0
-    found = float(torch.tensor(_E4M3_TOP * _TOP["e2m1"] / peak, dtype=torch.float32))
+    found = float(torch.tensor(TOP["e4m3"] * TOP["e2m1"] / peak, dtype=torch.float32))
     return found if 0 < found < float("inf") else 1.0
 
 
@@ -411,18 +355,18 @@ def _stored_scales(
     largest: Tensor, kind: _Kind, storage: torch.dtype, global_scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Scales that take ``largest`` to the largest element: as stored, and as multiplied with."""
-    top = _TOP[kind.element]
+    top = TOP[kind.element]
     if kind.scaling == "group32":
         # By parts of the number, because logarithms of powers of two are not exact on every device.
         mantissa, exponent = torch.frexp(largest.double() / top)
         exponent = torch.where(mantissa > 0.5, exponent, exponent - 1).clamp(-126, 127)
         stored = torch.where(largest > 0, exponent + 127, 127).to(torch.uint8)
-        return stored, _power_of_two(stored)
+        return stored, power_of_two(stored)
     if kind.scaling == "group16":
         assert global_scale is not None
         wanted = largest.float() / top * global_scale
         smallest = 2.0**-9
-        codes = wanted.clamp(smallest, _E4M3_TOP).to(torch.float8_e4m3fn)
+        codes = wanted.clamp(smallest, TOP["e4m3"]).to(torch.float8_e4m3fn)
         codes = torch.where(largest > 0, codes.float(), torch.ones_like(wanted)).to(torch.float8_e4m3fn)
         return codes.view(torch.uint8), codes.float() / global_scale
     limits = torch.finfo(storage)
@@ -454,7 +398,7 @@ class FloatingWeight(CodedWeight):
     @cached_property
     def table(self) -> Tensor:  # type: ignore[override]
         """Value of every code."""
-        return _levels(self.format.kind.element, self.device)
+        return levels_of(self.format.kind.element, self.device)
 
     @cached_property
     def scales(self) -> Tensor:  # type: ignore[override]
@@ -463,7 +407,7 @@ class FloatingWeight(CodedWeight):
         if scaling == "group16":
             return scales.view(torch.float8_e4m3fn).float() / self.tensors["weight_global_scale"]
         if scaling == "group32":
-            return _power_of_two(scales)
+            return power_of_two(scales)
         return scales
 
     def with_codes(self, codes: Tensor) -> FloatingWeight:
@@ -492,8 +436,8 @@ def _compensated(
 ) -> FloatingWeight:
     """GPTQ under the scales of ``start``, then passes of coordinate descent over the elements."""
     element, device = start.format.kind.element, values.device
-    order, _ = _ascending(element, device)
-    levels = _levels(element, device)[order.int()].to(values.dtype)
+    order, _ = ascending(element, device)
+    levels = levels_of(element, device)[order.int()].to(values.dtype)
     grid = _Columns(levels, start.scales.to(values.dtype).contiguous(), start.group_size)
     current, columns = values.clone(), values.shape[1]
     places = torch.empty(values.shape, dtype=torch.int16, device=device)
@@ -611,10 +555,10 @@ class TunableFloating(Tunable):
         self._weight = weight
         exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
         element = weight.format.kind.element
-        order, places = _ascending(element, weight.device)
+        order, places = ascending(element, weight.device)
         self.register_buffer("places", places[weight.codes().int()], persistent=False)
         self.register_buffer("order", order, persistent=False)
-        levels = _levels(element, weight.device)[order.int()]
+        levels = levels_of(element, weight.device)[order.int()]
         self.register_buffer("sorted", levels, persistent=False)
         self.offsets: nn.Parameter | None = None
         if codes:
@@ -700,87 +644,3 @@ class _Stepped(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             by_scale = _groups(gradient * levels[place], stored.format.kind.scaling).sum(dim=2)
         return by_offset, by_scale, None
-
-
-# ---------------------------------------------------------------------- inputs
-
-
-def _fake(x: Tensor, scale: Tensor, nearest: Callable[[Tensor], Tensor]) -> Tensor:
-    return (nearest(x / scale).to(scale.dtype) * scale).to(x.dtype)
-
-
-def _as_e4m3(values: Tensor) -> Tensor:
-    return values.clamp(-_E4M3_TOP, _E4M3_TOP).to(torch.float8_e4m3fn).to(values.dtype)
-
-
-def _as_e2m1(values: Tensor) -> Tensor:
-    return _levels("e2m1", values.device)[_nearest(values, "e2m1").int()].to(values.dtype)
-
-
-def _as_int8(values: Tensor) -> Tensor:
-    return torch.round(values.clamp(-128, 127))
-
-
-def _never_zero(scale: Tensor, least: float) -> Tensor:
-    return torch.where(scale == 0, torch.full_like(scale, least), scale)
-
-
-def _round_per_token(x: Tensor) -> Tensor:
-    """E4M3 with a scale per token."""
-    scale = x.abs().amax(dim=-1, keepdim=True) / _E4M3_TOP
-    return _fake(x, _never_zero(scale, torch.finfo(x.dtype).eps), _as_e4m3)
-
-
-def _round_per_token_int8(x: Tensor) -> Tensor:
-    """Eight-bit integers with a scale per token."""
-    scale = x.abs().amax(dim=-1, keepdim=True) / 127.5
-    return _fake(x, _never_zero(scale, torch.finfo(x.dtype).eps), _as_int8)
-
-
-def _round_per_128(x: Tensor) -> Tensor:
-    """E4M3 with a scale per token and group of 128 columns; the last group may be shorter."""
-    columns = x.shape[-1]
-    padded = torch.nn.functional.pad(x, (0, -columns % _BLOCK))
-    return _round_per_token(padded.view(*x.shape[:-1], -1, _BLOCK)).flatten(-2)[..., :columns]
-
-
-def _mx_scales(x: Tensor, offset: int) -> Tensor:
-    """Powers of two of compressed-tensors for groups of ``x`` (..., groups, 32)."""
-    largest = x.abs().amax(dim=-1, keepdim=True).float()
-    bits = largest.view(torch.int32) + (
-        1 << 21
-    )  # half of E2M1's mantissa step: rounds to a neighbouring power
-    exponent = ((bits >> 23) & 0xFF) - offset
-    exponent = torch.where(largest > 0, exponent.clamp(0, 254), torch.zeros_like(exponent))
-    return _power_of_two(exponent)
-
-
-def _power_of_two(biased: Tensor) -> Tensor:
-    """``2^(biased - 127)`` of whole numbers from 0 to 254, float32, exact on every device."""
-    normal = biased.to(torch.int32) << 23  # the bits of a float32 with this exponent
-    return torch.where(normal > 0, normal, 1 << 22).view(torch.float32)
-
-
-def _round_mx4(x: Tensor) -> Tensor:
-    """E2M1 with a power of two per token and group of 32 columns."""
-    groups = x.reshape(*x.shape[:-1], -1, 32)
-    return _fake(groups, _mx_scales(groups, 2).to(x.dtype), _as_e2m1).flatten(-2)
-
-
-def _round_mx8(x: Tensor) -> Tensor:
-    """E4M3 with a power of two per token and group of 32 columns."""
-    groups = x.reshape(*x.shape[:-1], -1, 32)
-    return _fake(groups, _mx_scales(groups, 8).to(x.dtype), _as_e4m3).flatten(-2)
-
-
-@dataclass(frozen=True)
-class _NVInputs:
-    """E2M1 with an E4M3 scale per token and group of 16 columns, and one scale of the whole tensor."""
-
-    global_scale: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        groups = x.reshape(*x.shape[:-1], -1, 16)
-        wanted = (groups.abs().amax(dim=-1, keepdim=True) / 6.0).float() * self.global_scale
-        scale = _never_zero(_as_e4m3(wanted), 0.125) / self.global_scale
-        return _fake(groups, scale, _as_e2m1).flatten(-2).to(x.dtype)

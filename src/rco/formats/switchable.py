@@ -4,6 +4,10 @@ With gates ``g`` (one per option) the layer computes ``y = x @ (sum_k g_k W_k).T
 forward pass needs the chosen ``W`` alone, and the derivative with respect to ``g_k`` is ``<G, W_k>`` where
 ``G`` is the gradient of the effective weight: one matrix, formed once, for the inner products with all K
 options in their packed form. No option is kept dense, and no dense matrix outlives the layer's forward or backward.
+
+An option that rounds its inputs to ``r(x)`` adds ``<dL/dx, r(x) - x>``, the gradient of the inputs times their
+change. That is exact for the chosen option. For another one it leaves out the rounding of the inputs times the
+difference of the two weights, a product of two small numbers, and so needs no second ``G``.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from rco.formats.base import ActivationRule, Stored
 from rco.formats.coded import CodedWeight, on_triton_path
+from rco.formats.input_rounding import change_along
 from rco.formats.products import Option, OptionProducts, unwrapped
 from rco.formats.streaming import OptionStream, StreamedOptions, activation_rules
 
@@ -80,7 +85,7 @@ class LayerOptions:
 
     Attributes:
         rules: Rounding of the inputs under each option.
-        by_rule: Every distinct rounding with the indices of its options.
+        roundings: Every distinct rounding with the indices of its options; those without one are in none.
     """
 
     def __init__(self, options: Sequence[Option], parts: int = 1) -> None:
@@ -94,9 +99,10 @@ class LayerOptions:
         rows, columns = first.shape
         self.shape, self.device = (rows, columns), first.device
         self.rules = self.streamed.rules if self.streamed is not None else activation_rules(self.listed)
-        distinct = dict.fromkeys(self.rules)
-        self.by_rule = [
-            (rule, {index for index, other in enumerate(self.rules) if other == rule}) for rule in distinct
+        self.roundings = [
+            (rule, [index for index, other in enumerate(self.rules) if other == rule])
+            for rule in dict.fromkeys(self.rules)
+            if rule is not None
         ]
         self._products: dict[tuple[bool, ...] | None, OptionProducts] = {}
         self._chosen: dict[torch.dtype, Callable[[Tensor, Tensor], None] | None] = {}
@@ -386,18 +392,21 @@ class _SwitchableLinear(torch.autograd.Function):
         wants_x, wants_gate, wants_bias, *_ = ctx.needs_input_grad
         grad_x = grad_gate = grad_bias = None
         rows = grad_y.reshape(-1, grad_y.shape[-1])
-        if wants_x:
+        wants_gate = wants_gate and (selection.active is None or any(selection.active))
+        if wants_x or (wants_gate and options.roundings):
             weight = _dense(options, selection, rows.dtype, rows.device, ctx.buffer)
             # Straight through the rounding of the inputs, where the option has one.
             grad_x = (rows @ weight).view(*grad_y.shape[:-1], options.shape[1])
         if wants_gate:
-            if selection.active is not None and not any(selection.active):
-                grad_gate = torch.zeros_like(selection.gate)
-            else:
-                grad_gate = _by_input_rule(rows, x, options, selection)
+            grad_gate = _gate_gradient(_outer(rows, x.reshape(-1, x.shape[-1])), options, selection)
+            if options.roundings:
+                assert grad_x is not None
+                grad_gate = grad_gate + _by_rounding(options, selection, x, grad_x)
+        elif ctx.needs_input_grad[1]:
+            grad_gate = torch.zeros_like(selection.gate)
         if wants_bias:
             grad_bias = rows.sum(0)
-        return grad_x, grad_gate, grad_bias, None, None, None
+        return grad_x if wants_x else None, grad_gate, grad_bias, None, None, None
 
 
 class _SwitchableWeight(torch.autograd.Function):
@@ -413,33 +422,25 @@ class _SwitchableWeight(torch.autograd.Function):
     def backward(ctx: Any, grad_weight: Tensor) -> tuple[Tensor | None, ...]:
         if grad_weight.dtype in (torch.bfloat16, torch.float16):
             grad_weight = grad_weight.float()
-        return _gate_gradient(grad_weight, ctx.options, ctx.selection, ctx.selection.active), None, None, None
+        return _gate_gradient(grad_weight, ctx.options, ctx.selection), None, None, None
 
 
-def _by_input_rule(rows: Tensor, x: Tensor, options: LayerOptions, selection: Selection) -> Tensor:
-    """Gradient of the gates; each option is judged on the inputs as it rounds them."""
-    total: Tensor | None = None
-    for rule, members in options.by_rule:
-        active = selection.active
-        if len(options.by_rule) > 1:
-            active = tuple(
-                index in members and (active is None or active[index]) for index in range(len(options.rules))
-            )
-            if not any(active):
-                continue
-        inputs = x if rule is None else rule(x)
-        weight_gradient = _outer(rows, inputs.reshape(-1, x.shape[-1]))
-        found = _gate_gradient(weight_gradient, options, selection, active)
-        total = found if total is None else total + found
-    assert total is not None
-    return total
-
-
-def _gate_gradient(
-    weight_gradient: Tensor, options: LayerOptions, selection: Selection, active: tuple[bool, ...] | None
-) -> Tensor:
+def _by_rounding(options: LayerOptions, selection: Selection, x: Tensor, gradient: Tensor) -> Tensor:
+    """(K,) what rounding the inputs adds to the gradient of every gate, given the gradient of the inputs."""
     assert selection.gate is not None
-    products = options.products(active)(weight_gradient)
+    found = torch.zeros_like(selection.gate)
+    for rule, members in options.roundings:
+        wanted = [index for index in members if selection.active is None or selection.active[index]]
+        if wanted:
+            change = change_along(rule, x, gradient).to(device=found.device, dtype=found.dtype)
+            for index in wanted:
+                found[index] = change
+    return found
+
+
+def _gate_gradient(weight_gradient: Tensor, options: LayerOptions, selection: Selection) -> Tensor:
+    assert selection.gate is not None
+    products = options.products(selection.active)(weight_gradient)
     return products.to(device=selection.gate.device, dtype=selection.gate.dtype)
 
 

@@ -26,7 +26,7 @@ from rco.atomic_files import make_folder, write_tensors_atomic
 from rco.compression.budget import Budget
 from rco.compression.llama_mixes import mix_choices
 from rco.compression.priors import score_table
-from rco.compression.second_order import predicted_losses
+from rco.compression.second_order import diagonal_sequences, predicted_losses
 from rco.core.problem import AllocationProblem
 from rco.core.result import SearchResult, StepRecord
 from rco.core.search import MOST_CANDIDATES
@@ -132,6 +132,7 @@ class _Prepared:
 
     differences: Tensor | None = None
     layer_errors: Tensor | None = None
+    diagonal: Tensor | None = None
     forwards: int = 0
     backwards: int = 0
     seconds: float = 0.0
@@ -287,7 +288,8 @@ class WidthContest(Contest):
             pair=impq_pair(compression.plan, problem),
         )
         inputs: dict[str, Tensor] = {}
-        compression.use_differences(prepared.differences if entrant.prior else None, prepared.layer_errors)
+        differences = prepared.differences if entrant.prior else None
+        compression.use_differences(differences, prepared.layer_errors, prepared.diagonal)
         if entrant.prior:
             inputs = compression.search_inputs(problem, "fisher", config.strength)
             inputs = warm_start(inputs, before, config.strength)
@@ -360,9 +362,21 @@ class WidthContest(Contest):
                 f"layers-{most}-{'experts' if mxmoe else 'all'}",
                 lambda: compression.layer_errors(part, experts_only=mxmoe),
             )
+        forwards, backwards = forwards * batches, backwards * batches
+        diagonal, diagonal_seconds = None, 0.0
+        if entrant.prior and compression.has_diagonal_losses:
+            some = text.select(slice(0, diagonal_sequences(most)))
+            diagonal, diagonal_seconds = self._measured_once(
+                f"diagonal-{seed}-{len(some)}", lambda: compression.diagonal_losses(some, seed=seed)
+            )
+            # A forward and a backward, and the outputs under every option.
+            measured = -(-len(some) // config.batch_size)
+            forwards += (1 + len(compression.plan.options)) * measured
+            backwards += measured
         return _Prepared(
-            differences, layer_errors, forwards * batches, backwards * batches, seconds + layer_seconds
-        )
+            differences, layer_errors, diagonal, forwards, backwards,
+            seconds + layer_seconds + diagonal_seconds,
+        )  # fmt: skip
 
     def _measured_once(self, name: str, measure: Callable[[], Tensor]) -> tuple[Tensor, float]:
         """A table shared by searches, and the seconds that its measurement took."""

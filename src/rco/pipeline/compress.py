@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rco.atomic_files import write_tensors_atomic
 from rco.compression.compression import Compression
+from rco.compression.second_order import diagonal_sequences
 from rco.core.objective import Objective
 from rco.core.problem import Allocation, AllocationProblem
 from rco.core.result import SearchResult, StepRecord
@@ -157,7 +158,16 @@ def measure_options(
             "layer_errors.safetensors",
             lambda: compression.layer_errors(part, experts_only=mxmoe),
         )
-    compression.use_differences(found, layer_errors)
+    diagonal = None
+    if compression.has_diagonal_losses:
+        some = data.search.select(slice(0, diagonal_sequences(config.sensitivity)))
+        diagonal = _kept(
+            run,
+            "diagonal_losses",
+            "diagonal_losses.safetensors",
+            lambda: compression.diagonal_losses(some, seed=config.seed),
+        )
+    compression.use_differences(found, layer_errors, diagonal)
     return {"layer_errors": layer_errors} if mxmoe and layer_errors is not None else {}
 
 
