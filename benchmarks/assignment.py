@@ -1,10 +1,11 @@
 """Assignment problems without language models: RCO and other methods at equal evaluations, on six families.
 
-    nice python benchmarks/assignment.py run --out benchmarks/results/assignment.json
+    python benchmarks/assignment.py run --out benchmarks/results/assignment.json --optima --workers 8
     python benchmarks/assignment.py report --results benchmarks/results/assignment.json --docs docs
 
-``run`` adds the records that the file does not hold yet, instance by instance, so that it can be interrupted and
-continued. A record is the loss of one method on one instance. An evaluation is one forward pass of the loss; a
+``run`` adds the records that the file does not hold yet, each as soon as it is finished, so that it can be
+interrupted and continued; ``merge`` joins files of several runs. A record is the loss of one method on one
+instance. An evaluation is one forward pass of the loss; a
 backward pass counts as two more. ``report`` writes ``docs/assignment.md`` and its plots.
 
 The gap of a result is its distance from the best loss known for the instance (of all methods and proofs), as a
@@ -14,9 +15,13 @@ share of what lies between the uniform assignment and that best loss: 0 is the b
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
+import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,7 @@ import torch
 from assignment_families import FAMILIES, Instance, make
 from assignment_score_search import ScoreRCO
 
+import rco
 from rco import registry
 from rco.atomic_files import write_json_atomic
 from rco.core.moves import uniform_allocation
@@ -36,6 +42,7 @@ from rco.runs import environment
 SIZES = ((10, 4), (50, 5), (200, 6), (2000, 8))
 SEEDS = 5
 EVALUATIONS = 6000
+_LARGE, _SLOW = 1000, 3  # groups of a large instance; how much longer the networks take
 LIMITED: dict[str, Any] = {"steps": None}
 
 # Methods and their settings. "penalty", "lagrangian" and "augmented-lagrangian" are gradient searches that end with
@@ -73,7 +80,7 @@ def loss_of(instance: Instance, choices: np.ndarray) -> float:
         return float(instance.loss(one_hot(choices, instance.problem.num_options)))
 
 
-def exact(instance: Instance, seconds: float) -> dict[str, Any] | None:
+def highs(instance: Instance, seconds: float) -> dict[str, Any] | None:
     """HiGHS on the linearised problem, where there is one: pairs of choices as variables."""
     if instance.quadratic is None:
         return None
@@ -116,18 +123,19 @@ def exact(instance: Instance, seconds: float) -> dict[str, Any] | None:
     }
 
 
-def knapsack_optimum(instance: Instance) -> float | None:
+def knapsack_optimum(instance: Instance, seconds: float) -> dict[str, Any] | None:
     """The optimum of an additive loss."""
     if instance.values is None:
         return None
-    import rco
-
+    began = time.perf_counter()
     solution = rco.solve_mckp(instance.values, instance.problem)
-    return loss_of(instance, solution.allocation)
+    loss = loss_of(instance, solution.allocation)
+    return {"loss": loss, "proved": True, "seconds": time.perf_counter() - began}
 
 
-def best_of_all(instance: Instance, limit: int = 2_000_000) -> float | None:
+def best_of_all(instance: Instance, seconds: float, limit: int = 2_000_000) -> dict[str, Any] | None:
     """The optimum by enumeration in batches, where the problem is small."""
+    began = time.perf_counter()
     problem = instance.problem
     count = problem.num_options**problem.num_groups
     if count > limit:
@@ -143,87 +151,112 @@ def best_of_all(instance: Instance, limit: int = 2_000_000) -> float | None:
             gates = torch.nn.functional.one_hot(torch.from_numpy(choices[fits]), problem.num_options).double()
             with torch.no_grad():
                 best = min(best, float(instance.loss(gates).min()))
-    return best
+    return {"loss": best, "proved": True, "seconds": time.perf_counter() - began}
+
+
+SOLVERS: dict[str, Callable[[Instance, float], dict[str, Any] | None]] = {
+    "enumeration": best_of_all,
+    "knapsack": knapsack_optimum,
+    "HiGHS": highs,
+}
 
 
 def key(record: dict[str, Any]) -> tuple[Any, ...]:
     """What identifies a record."""
-    return tuple(record[name] for name in ("family", "groups", "options", "seed", "method", "evaluations"))
+    names = ("family", "groups", "options", "seed", "solver", "method", "evaluations")
+    return tuple(record[name] for name in names if name in record)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One method, or one exact solver, on one instance."""
+
+    family: str
+    groups: int
+    options: int
+    seed: int
+    evaluations: int
+    method: str | None = None
+    solver: str | None = None
+    label: str | None = None
+    exact_seconds: float = 0.0
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Slow tasks first; large instances after the first of their size last, in case the time runs out."""
+        later = self.seed if self.groups >= _LARGE else 0
+        return later, -self.groups * (_SLOW if self.family in ("ranks", "layers") else 1)
+
+    def record(self) -> dict[str, Any]:
+        """What identifies the record."""
+        where = {name: getattr(self, name) for name in ("family", "groups", "options", "seed")}
+        if self.solver is not None:
+            return where | {"solver": self.solver}
+        return where | {"method": self.label or self.method, "evaluations": self.evaluations}
+
+
+def work(task: Task) -> dict[str, Any] | None:
+    """Run a task; None for a solver that does not apply."""
+    torch.set_num_threads(1)
+    instance = make(task.family, task.groups, task.options, task.seed)
+    if task.solver is not None:
+        found = SOLVERS[task.solver](instance, task.exact_seconds)
+        return None if found is None else task.record() | found
+    assert task.method is not None
+    result = search(task.method, instance, task.evaluations, task.seed)
+    return task.record() | {
+        "loss": loss_of(instance, np.asarray(result.allocation)),
+        "uniform": loss_of(instance, uniform_allocation(instance.problem)),
+        "used": result.forwards + 2 * result.backwards,
+        "seconds": round(result.seconds, 3),
+        "feasible": instance.problem.is_feasible(result.allocation),
+    }
+
+
+def tasks(settings: argparse.Namespace) -> list[Task]:
+    """All tasks of a run, in the order in which they begin."""
+    found = []
+    for seed, (groups, options), family in itertools.product(
+        settings.seeds, settings.sizes, settings.families
+    ):
+        where = family, groups, options, seed, settings.evaluations
+        found += [Task(*where, method=m, label=settings.label.get(m)) for m in settings.methods]
+        if settings.optima:
+            found += [Task(*where, solver=s, exact_seconds=settings.exact_seconds) for s in SOLVERS]
+    return sorted(found, key=lambda task: task.order)
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Add the missing records."""
-    torch.set_num_threads(settings.threads)
-    known = (
-        json.loads(settings.out.read_text())
-        if settings.out.exists()
-        else {"study": "assignment", "records": []}
-    )
+    """Add the missing records, each as soon as it is finished."""
+    known = {"study": "assignment", "records": []}
+    if settings.out.exists():
+        known = json.loads(settings.out.read_text())
     known["environment"] = environment()
-    done = {key(record) for record in known["records"]}
-    for seed in range(settings.seeds):
-        for groups, options in settings.sizes:
-            for family in settings.families:
-                instance = None
-                for method in settings.methods:
-                    record: dict[str, Any] = {
-                        "family": family,
-                        "groups": groups,
-                        "options": options,
-                        "seed": seed,
-                        "method": settings.label.get(method, method),
-                        "evaluations": settings.evaluations,
-                    }
-                    if key(record) in done:
-                        continue
-                    instance = instance or make(family, groups, options, seed)
-                    result = search(method, instance, settings.evaluations, seed)
-                    record |= {
-                        "loss": loss_of(instance, np.asarray(result.allocation)),
-                        "uniform": loss_of(instance, uniform_allocation(instance.problem)),
-                        "used": result.forwards + 2 * result.backwards,
-                        "seconds": round(result.seconds, 3),
-                        "feasible": instance.problem.is_feasible(result.allocation),
-                    }
-                    known["records"].append(record)
-                    print(*key(record), round(record["loss"], 4), record["seconds"], flush=True)
-                    write_json_atomic(settings.out, known)
-    if settings.optima:
-        add_optima(settings, known)
+    kinds = {True: known.setdefault("optima", []), False: known["records"]}
+    done = {key(record) for records in kinds.values() for record in records}
+    missing = [task for task in tasks(settings) if key(task.record()) not in done]
+    with contextlib.ExitStack() as stack:
+        finished: Iterable[dict[str, Any] | None] = map(work, missing)
+        if settings.workers > 1:
+            # Processes start anew: a fork would copy threads of torch that no longer run.
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(settings.workers))
+            finished = pool.imap_unordered(work, missing)
+        for record in finished:
+            if record is None:
+                continue
+            kinds["solver" in record].append(record)
+            print(*key(record), round(record["loss"], 4), round(record["seconds"], 3), flush=True)
+            write_json_atomic(settings.out, known)
 
 
-def add_optima(settings: argparse.Namespace, known: dict[str, Any]) -> None:
-    """Optima that other solvers prove: enumeration, the exact knapsack, HiGHS."""
-    optima = known.setdefault("optima", [])
-    done = {(o["family"], o["groups"], o["seed"], o["solver"]) for o in optima}
-    for seed in range(settings.seeds):
-        for groups, options in settings.sizes:
-            for family in settings.families:
-                instance = make(family, groups, options, seed)
-                solvers: dict[str, Callable[[], float | dict[str, Any] | None]] = {
-                    "enumeration": lambda i=instance: best_of_all(i),
-                    "knapsack": lambda i=instance: knapsack_optimum(i),
-                    "HiGHS": lambda i=instance: exact(i, settings.exact_seconds),
-                }
-                for solver, solve in solvers.items():
-                    if (family, groups, seed, solver) in done:
-                        continue
-                    found = solve()
-                    if found is None:
-                        continue
-                    described = found if isinstance(found, dict) else {"loss": found, "proved": True}
-                    optima.append(
-                        {
-                            "family": family,
-                            "groups": groups,
-                            "options": options,
-                            "seed": seed,
-                            "solver": solver,
-                        }
-                        | described
-                    )
-                    print(family, groups, seed, solver, described, flush=True)
-                    write_json_atomic(settings.out, known)
+def merge(settings: argparse.Namespace) -> None:
+    """Write the records of several files into one; of equal ones that of the last file stays."""
+    parts = [json.loads(path.read_text()) for path in settings.parts]
+    merged = {"study": "assignment", "environment": parts[-1]["environment"]}
+    for kind in ("records", "optima"):
+        each = {key(record): record for part in parts for record in part.get(kind, [])}
+        merged[kind] = [each[name] for name in sorted(each, key=str)]
+    write_json_atomic(settings.out, merged)
 
 
 def sizes_of(text: str) -> list[tuple[int, int]]:
@@ -242,13 +275,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     running.add_argument("--families", type=lambda t: t.split(","), default=list(FAMILIES))
     running.add_argument("--sizes", type=sizes_of, default=list(SIZES))
     running.add_argument("--methods", type=lambda t: t.split(","), default=list(METHODS))
-    running.add_argument("--seeds", type=int, default=SEEDS)
+    running.add_argument(
+        "--seeds",
+        type=lambda t: [int(seed) for seed in t.split(",")],
+        default=list(range(SEEDS)),
+        help="of the instances, and of the searches on them: 0,1,2",
+    )
     running.add_argument("--evaluations", type=int, default=EVALUATIONS)
-    running.add_argument("--threads", type=int, default=1)
+    running.add_argument("--workers", type=int, default=1, help="processes, of one thread each")
     running.add_argument("--optima", action="store_true", help="also prove optima where that is possible")
     running.add_argument("--exact-seconds", type=float, default=60.0)
     running.add_argument("--label", type=json.loads, default={}, help="other names of methods, as JSON")
     running.set_defaults(call=run)
+    merging = commands.add_parser("merge")
+    merging.add_argument("parts", type=Path, nargs="+")
+    merging.add_argument("--out", type=Path, required=True)
+    merging.set_defaults(call=merge)
     reporting = commands.add_parser("report")
     reporting.add_argument("--results", type=Path, required=True)
     reporting.add_argument("--docs", type=Path, required=True)

@@ -70,7 +70,8 @@ class _Logits(SearchState):
 
         rng = generator(self.settings.seed, _STREAM)
         cooling = Cooling(_WARMTH, _LAST)
-        return walk(self.problem, choices, float(losses.mean()), measure, moves, rng, cooling)
+        best, loss, _ = walk(self.problem, choices, float(losses.mean()), measure, moves, rng, cooling)
+        return best, loss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ def test_a_run_is_continued_and_reported(tmp_path):
         "--sizes",
         "5x3",
         "--seeds",
-        "1",
+        "0",
     ]
     assignment.main([*arguments, "--methods", "rco", "--evaluations", "90"])
     assignment.main([*arguments, "--methods", "rco,greedy", "--evaluations", "90", "--optima"])
@@ -45,7 +45,12 @@ def test_a_run_is_continued_and_reported(tmp_path):
     solvers = {o["solver"]: o["loss"] for o in results["optima"] if o["family"] == "quadratic"}
     assert solvers["HiGHS"] == pytest.approx(solvers["enumeration"])
     assert min(min(values) for values in gaps(results).values()) >= -1e-9
-    assignment.main(["report", "--results", str(out), "--docs", str(tmp_path)])
+    merged = tmp_path / "merged.json"
+    assignment.main(["merge", str(out), str(out), "--out", str(merged)])
+    joined = json.loads(merged.read_text())
+    for kind in ("records", "optima"):
+        assert sorted(map(str, joined[kind])) == sorted(map(str, results[kind]))
+    assignment.main(["report", "--results", str(merged), "--docs", str(tmp_path)])
     assert "| rco |" in (tmp_path / "assignment.md").read_text()
     assert (tmp_path / "assignment" / "quadratic.svg").exists()
 

@@ -6,8 +6,9 @@ crossed (a knapsack that prefers the choices of either, and keeps those of both)
 The best local optima are kept.
 
 Where gradients say little of the loss at other allocations, random moves find more. So where one batch gives the
-loss, the refinement of the starting point is compared with a walk of simulated annealing of as many evaluations
-(:mod:`rco.core.annealing_walk`). If the walk finds the lower loss, longer and longer walks replace most restarts.
+loss, two more ways compete with restarts. A descent takes random moves from the best local optimum, guided by the
+gradient, as long as some of them pay. After it come rounds of a walk of simulated annealing and restarts
+(:mod:`rco.core.annealing_walk`): the one that gained more per evaluation gets the larger part of the next round.
 
 Everything drawn, and every length, depends on the seed and on what was found before, so that a larger allowance
 continues where a smaller one ended.
@@ -23,10 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rco.core.annealing_walk import Cooling, walk
+from rco.core.annealing_walk import Cooling, Guide, walk
 from rco.core.evaluator import Evaluator
 from rco.core.knapsack import found_allocation
 from rco.core.moves import spend
+from rco.core.objective import one_hot
 from rco.core.problem import AllocationProblem
 from rco.core.refine import Climb, KnownLosses, move_record
 from rco.core.result import StepRecord
@@ -39,11 +41,14 @@ _CROSSED = 0.4  # share of the restarts that cross two local optima
 _LARGEST_KICK = 0.33  # share of the groups that a perturbation switches at most
 _PATIENCE, _MOVES = 12, 96  # of the climbs from a restart
 _STREAM, _WALKS = 7, 8  # of the seed's random numbers
-# Moves of the walk that is compared with a refinement, at least; of the first walk after it; and the growth.
-_SHORTEST_TRIAL = 100
-_MARGIN = 0.05  # by which the walk must lower the loss more than the refinement did
-_WALK_PER_GROUP, _SHORTEST_WALK, _LONGEST_WALK, _GROWTH = 20, 400, 4000, 1.5
-_RESTARTS_PER_WALK = 0.25  # evaluations of the restarts after a walk, as a share of its own
+_TRIAL = 100  # random moves that show how well gradients predict
+_TRUSTED = 0.5  # correlation of predicted and true changes from which on they do
+_DESCENT_PER_GROUP, _SHORTEST_DESCENT = 0.25, 100  # moves after which a descent is judged
+_PAYING = 0.05  # share of its moves that must lower the loss for a descent to go on
+# Evaluations of the first round of a walk and restarts, and the growth of the rounds.
+_ROUND_PER_GROUP, _SHORTEST_ROUND, _LONGEST_ROUND, _GROWTH = 10, 500, 4000, 1.5
+_LEAST_SHARE, _SHARE_STEP = 0.2, 0.3  # of a walk and of restarts in a round; how fast the shares change
+_WARMTH, _LAST = 0.1, 0.005  # of a walk's temperature
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +81,9 @@ class LocalOptima:
     ) -> None:
         self.problem, self.evaluator, self.seed, self.on_step = problem, evaluator, seed, on_step
         self.found: list[_Optimum] = []  # best first
-        self.restarts = self.walks = 0
-        self.walks_win = False
+        self.restarts = self.walks = self.rounds = 0
+        self.trusted = True  # whether gradients predict what random moves do
+        self.walk_share = _LEAST_SHARE  # of the next round
         self._known = KnownLosses()
 
     @property
@@ -95,49 +101,85 @@ class LocalOptima:
             self._climb(choices, losses, end, thorough=first)
             first = False
 
-    def compare_with_walk(
-        self, choices: np.ndarray, losses: np.ndarray, moves: int, allowance: float
-    ) -> None:
-        """Decide whether walks are worth more than gradients: a walk from where the best refinement began."""
-        refined, start = self.found[0].loss, float(losses.mean())
-        moves = max(moves, _SHORTEST_TRIAL)
-        _, loss = self._walk(choices, start, moves, self.evaluator.evaluations + allowance)
-        self.walks_win = start - loss > (1.0 + _MARGIN) * (start - refined)
+    def try_moves(self, allowance: float) -> None:
+        """Random moves from the best local optimum, which show whether gradients are to be trusted."""
+        guide = Guide(self.problem, self._slopes, most=1)
+        self._walk(_TRIAL, self.evaluator.evaluations + allowance, None, guide)
+        self.trusted = guide.correlation >= _TRUSTED
+        self.walk_share = _LEAST_SHARE if self.trusted else 1.0 - _LEAST_SHARE
 
     def improve(self, allowance: float, patience: int | None = None) -> None:
-        """Spend the allowance on restarts; where walks are worth more, on them and some restarts."""
-        end = self.evaluator.evaluations + allowance
-        moves = float(min(max(_WALK_PER_GROUP * self.problem.num_groups, _SHORTEST_WALK), _LONGEST_WALK))
-        while self.walks_win and self.evaluator.evaluations + 4 <= end and self.evaluator.in_time:
-            before, best = self.evaluator.evaluations, self.found[0].loss
-            self._walk(*self.best, int(moves), end)
-            some = min(_RESTARTS_PER_WALK * moves, end - self.evaluator.evaluations)
-            self.restart(some, patience)
-            moves *= _GROWTH
-            if self.evaluator.evaluations == before:
-                return  # everything is known
-            if patience is not None and self.found[0].loss == best:
-                return
-        if not self.walks_win:
-            self.restart(allowance, patience)
+        """Spend the allowance on descents, walks and restarts.
 
-    def _walk(self, choices: np.ndarray, loss: float, moves: int, end: float) -> tuple[np.ndarray, float]:
-        """The best allocation of a walk whose temperature falls over so many moves; it is refined and kept."""
+        With ``patience`` it ends after a round without a lower loss, and in any case when everything is known.
+        """
+        end = self.evaluator.evaluations + allowance
+        if not self.evaluator.one_loss:
+            self.restart(allowance, patience)
+            return
+        self._descend(end)
+        while self._affords(4, end):
+            before, best = self.evaluator.evaluations, self.found[0].loss
+            self._round(end, patience)
+            if self.evaluator.evaluations == before or (patience is not None and self.found[0].loss == best):
+                return
+
+    def _affords(self, evaluations: int, end: float) -> bool:
+        return self.evaluator.evaluations + evaluations <= end and self.evaluator.in_time
+
+    def _descend(self, end: float) -> None:
+        """Guided random moves from the best local optimum, as long as enough of them pay."""
+        moves = max(int(_DESCENT_PER_GROUP * self.problem.num_groups), _SHORTEST_DESCENT)
+        while self._affords(4, end):
+            if self._walk(moves, end, None) < _PAYING * moves:
+                return
+
+    def _round(self, end: float, patience: int | None) -> None:
+        """A walk and restarts; what gained more per evaluation has a larger share next time."""
+        groups = self.problem.num_groups
+        length = min(max(_ROUND_PER_GROUP * groups, _SHORTEST_ROUND), _LONGEST_ROUND) * _GROWTH**self.rounds
+        self.rounds += 1
+        walk_first = self.walk_share > 0.5
+        rates = {}
+        for walks in (walk_first, not walk_first):
+            before, best = self.evaluator.evaluations, self.found[0].loss
+            if walks:
+                self._walk(int(self.walk_share * length), end, Cooling(_WARMTH, _LAST))
+            else:
+                self.restart(min((1.0 - self.walk_share) * length, end - before), patience)
+            spent = max(self.evaluator.evaluations - before, 1)
+            rates[walks] = (best - self.found[0].loss) / spent
+        step = _SHARE_STEP * float(np.sign(rates[True] - rates[False]))
+        self.walk_share = min(max(self.walk_share + step, _LEAST_SHARE), 1.0 - _LEAST_SHARE)
+
+    def _walk(self, moves: int, end: float, cooling: Cooling | None, guide: Guide | None = None) -> int:
+        """A walk from the best local optimum, whose best allocation is refined; returns how many moves paid."""
         rng = generator(self.seed, _WALKS, self.walks)
         self.walks += 1
         before = self.evaluator.evaluations
+        guide = guide or Guide(self.problem, lambda choices: self._slopes(choices, end))
 
         def measure(moved: np.ndarray) -> float | None:
-            if self.evaluator.evaluations >= end or not self.evaluator.in_time:
-                return None
-            return float(self._losses(moved)[0])
+            return float(self._losses(moved)[0]) if self._affords(1, end) else None
 
         def show(lowest: float) -> None:
             self._step(move_record(self.evaluator, self.evaluator.evaluations - before, moves, lowest))
 
-        best, best_loss = walk(self.problem, choices, loss, measure, moves, rng, Cooling(), show)
-        self._climb(best, np.array([best_loss]), end)
-        return best, best_loss
+        choices, loss = self.best
+        best, best_loss, paid = walk(self.problem, choices, loss, measure, moves, rng, cooling, show, guide)
+        if best_loss < loss:
+            self._climb(best, np.array([best_loss]), end)
+        return paid
+
+    def _slopes(self, choices: np.ndarray, end: float = math.inf) -> np.ndarray | None:
+        """The gradient at an allocation, if it is known or affordable."""
+        gradient = self._known.gradient(choices)
+        if gradient is None:
+            if not self._affords(3, min(end, self.evaluator.evaluations + self.evaluator.left)):
+                return None
+            _, gradient = self.evaluator.loss_and_gradient(one_hot(choices, self.problem.num_options), [0])
+            self._known.add_gradient(choices, gradient)
+        return gradient.numpy()
 
     def restart(self, allowance: float, patience: int | None = None) -> None:
         """Perturb, cross and refine until the allowance is spent or ``patience`` restarts in a row have failed."""
@@ -245,7 +287,9 @@ class LocalOptima:
         return {
             "restarts": self.restarts,
             "walks": self.walks,
-            "walks win": self.walks_win,
+            "rounds": self.rounds,
+            "trusted": self.trusted,
+            "walk share": self.walk_share,
             "known": self._known.state(),
             "found": [
                 [torch.from_numpy(np.array(part)) for part in (o.choices, o.losses, o.predicted)]
@@ -255,6 +299,7 @@ class LocalOptima:
 
     def load(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state`."""
-        self.restarts, self.walks, self.walks_win = state["restarts"], state["walks"], state["walks win"]
+        self.restarts, self.walks, self.rounds = state["restarts"], state["walks"], state["rounds"]
+        self.trusted, self.walk_share = state["trusted"], state["walk share"]
         self._known.load(state["known"])
         self.found = [_Optimum(*(part.numpy().copy() for part in parts)) for parts in state["found"]]

@@ -450,19 +450,17 @@ class GumbelState(SearchState):
     def open(self) -> bool:
         """Refine the starting points before the first step, where one batch gives the loss.
 
-        Returns whether the loop is worth its evaluations. A long one is not where random moves have found a lower
-        loss than the gradients: what is left then goes to annealing; see :mod:`rco.core.restarts`.
+        Returns whether the loop is worth its evaluations. A long one is not where gradients predict badly what
+        random moves do: what is left then goes to these; see :mod:`rco.core.restarts`.
         """
         if not self.schedule.opening:
             return True
         starts = [each[1:] for each in self.run.starts().ranked()]
-        before = self.evaluator.evaluations
         self.optima.climb(starts, min(float(self.schedule.opening), self.evaluator.left))
-        used = self.evaluator.evaluations - before
         if self.schedule.refine == OPEN_END:
-            self.optima.compare_with_walk(*starts[0], used, self.evaluator.left)
+            self.optima.try_moves(self.evaluator.left)
         long = self.problem.num_groups * _LOOP_PER_GROUP > _SHORTEST_LOOP
-        return not (long and self.optima.walks_win)
+        return self.optima.trusted or not long
 
     def current_logits(self) -> Tensor:
         """The logits of the last step."""

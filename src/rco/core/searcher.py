@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 OPEN_END = 10**9  # steps of a search that only its allowance ends
-_STATE_VERSION = 6
+_STATE_VERSION = 7
 _START_PREFERENCE = 2.0  # logits of a starting allocation, where there is no prior
 _POSITIVE = ("max_evaluations", "max_seconds", "patience")
 _ALLOWANCE = (*_POSITIVE, "target")  # may change when a search is resumed
