@@ -46,9 +46,11 @@ _TRUSTED = 0.5  # correlation of predicted and true changes from which on they d
 _DESCENT_PER_GROUP, _SHORTEST_DESCENT = 0.25, 100  # moves after which a descent is judged
 _PAYING = 0.05  # share of its moves that must lower the loss for a descent to go on
 # Evaluations of the first round of a walk and restarts, and the growth of the rounds.
-_ROUND_PER_GROUP, _SHORTEST_ROUND, _LONGEST_ROUND, _GROWTH = 10, 500, 4000, 1.5
+_ROUND_PER_GROUP, _SHORTEST_ROUND, _LONGEST_ROUND, _GROWTH = 25, 500, 5000, 1.5
 _LEAST_SHARE, _SHARE_STEP = 0.2, 0.3  # of a walk and of restarts in a round; how fast the shares change
-_WARMTH, _LAST = 0.1, 0.005  # of a walk's temperature
+# First temperature of a walk: hot in small problems, whose local optima differ most; colder by the number of groups
+# in large ones, where a descent comes closer than a walk from anywhere. Last temperature.
+_HOT, _COLD, _WARMTH_OF_GROUPS, _LAST = 0.5, 0.1, 25.0, 5e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +146,8 @@ class LocalOptima:
         for walks in (walk_first, not walk_first):
             before, best = self.evaluator.evaluations, self.found[0].loss
             if walks:
-                self._walk(int(self.walk_share * length), end, Cooling(_WARMTH, _LAST))
+                warmth = min(max(_WARMTH_OF_GROUPS / groups, _COLD), _HOT)
+                self._walk(int(self.walk_share * length), end, Cooling(warmth, _LAST / warmth))
             else:
                 self.restart(min((1.0 - self.walk_share) * length, end - before), patience)
             spent = max(self.evaluator.evaluations - before, 1)
