@@ -177,6 +177,7 @@ def test_experts_take_formats_that_leave_inputs_alone():
     experts = [group for group in plan.groups if "experts" in group.name]
     assert experts
     assert {group.options for group in experts} == {tuple(named("nvfp4", "original"))}
+    assert plan.not_for_experts == ("fp8-dynamic",)
     with pytest.raises(ValueError, match="rounds inputs"):
         make_plan(layout, linears, serve="vllm", formats=named("fp8-dynamic", "original"))
     with pytest.raises(ValueError, match="vllm does not load experts in fp8"):

@@ -211,6 +211,13 @@ class CompressionPlan:
         )
 
     @property
+    def not_for_experts(self) -> tuple[str, ...]:
+        """Options that experts do not have because they round inputs."""
+        if not self.experts:
+            return ()
+        return tuple(o.name for o in self.options if isinstance(o, FloatingPoint) and o.rounds_inputs)
+
+    @property
     def experts(self) -> tuple[ExpertLinear, ...]:
         """The experts' matrices among the linears."""
         return tuple(info for info in self.linears if isinstance(info, ExpertLinear))
@@ -520,7 +527,7 @@ def _obstacle(engine: Engine, members: Sequence[LinearInfo], option: Format) -> 
     info = members[0]
     if not isinstance(info, ExpertLinear) or option.name in engine.floating_experts:
         if isinstance(info, ExpertLinear) and option.rounds_inputs:
-            return f"{option.name} rounds inputs, which experts do not in a search"
+            return f"{option.name} rounds inputs, and a search does not round those of stacked experts"
         size, rows = option.group_size(info.in_features), option.rows_per_scale
         blocks = f", or blocks of {rows} rows," if rows > 1 else ""
         return f"{option.name} has groups of {size} columns{blocks} that do not divide it"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rco.formats import integer_kernels_cpu
 from rco.formats.base import Format, Stored
+from rco.formats.elements import Element
 from rco.formats.integer_kernels_cpu import (
     CompiledOperands,
     decode_compiled,
@@ -144,6 +145,7 @@ class CodedWeight(Stored):
         zeros: Code that stands for zero, uint8 (out, groups); None: :attr:`midpoint`.
         minima: Subtracted from every value of a group, float32 (out, groups); None if there are none.
         table: Value of every code, float32 (2^bits,), instead of zero points; None if values are equally spaced.
+        element: What codes are, if values follow from that; None: values are those of the table, or whole numbers.
         rounded_to: Type that products are rounded to; None: that of the scales.
         bits: Width of a code.
         group_size: Columns that share a scale; the last group of a row may be shorter. ``in`` means per channel.
@@ -154,6 +156,7 @@ class CodedWeight(Stored):
     zeros: Tensor | None
     minima: Tensor | None = None
     table: Tensor | None = None
+    element: Element | None = None
     rounded_to: torch.dtype | None = None
     bits: int
     group_size: int

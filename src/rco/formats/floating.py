@@ -388,6 +388,7 @@ class FloatingWeight(CodedWeight):
         super().__init__(format, shape, tensors)
         self.packed, self.zeros = tensors["packed"], None
         self.bits, self.group_size = format.bits, format.group_size(shape[1])
+        self.element = format.kind.element
         self.rounded_to = torch.bfloat16 if tensors["scales"].dtype == torch.uint8 else None
 
     @property

@@ -89,8 +89,8 @@ def multiplier(
         if isinstance(option, CodedWeight):
             by_group.setdefault(option.group_size, []).append((index, _operand(option)))
         elif option is not None:
-            # A dense option has no groups, so the group size of the first packed one applies.
-            group = groups[0] if groups else shape[1]
+            # A dense option has no groups: it goes along with the longest ones, which take the fewest segments.
+            group = max(groups) if groups else shape[1]
             by_group.setdefault(group, []).append((index, _dense_operand(option)))
     launches, places = [], []
     for group, members in by_group.items():
@@ -131,6 +131,7 @@ def _operand(weight: CodedWeight) -> Operand:
         weight.minima,
         weight.table,
         weight.rounded_to == torch.bfloat16,
+        weight.element,
     )
 
 

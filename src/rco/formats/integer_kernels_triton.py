@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rco.formats.elements import Element
 from rco.formats.launching import launching_at
 
 __all__ = [
@@ -39,6 +40,9 @@ DENSE = 16
 ZEROS, MINIMA, TABLE, BFLOAT16 = 1, 2, 4, 8
 """Flags of an operand: its optional parts, and values rounded to bfloat16 whatever the type of the scales."""
 
+ELEMENTS: dict[Element, int] = {"e2m1": 16, "e4m3": 32, "int8": 64}
+"""Flags of codes whose values are computed, which is faster than a table of them."""
+
 _WIDEST_SEGMENT = 128
 _ELEMENTS = 1024  # of one step of a program
 _WARPS = 4
@@ -56,6 +60,7 @@ class Operand:
         bits: Width of a code.
         minima: Float32 (rows, groups) to subtract from values, or None.
         table: Float32 (2^bits,) value of every code, or None: codes stand for themselves.
+        element: What codes are, if that is known; the table is then not read.
         bfloat16: Whether values are rounded to bfloat16 instead of the type of the scales.
     """
 
@@ -66,6 +71,7 @@ class Operand:
     minima: Tensor | None = None
     table: Tensor | None = None
     bfloat16: bool = False
+    element: Element | None = None
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -77,7 +83,8 @@ class Operand:
     def kind(self) -> int:
         """Constant of the kernels: which of the optional parts exist."""
         flags = (ZEROS, self.zeros), (MINIMA, self.minima), (TABLE, self.table)
-        return sum(flag for flag, part in flags if part is not None) + BFLOAT16 * self.bfloat16
+        known = 0 if self.element is None else ELEMENTS[self.element]
+        return sum(flag for flag, part in flags if part is not None) + BFLOAT16 * self.bfloat16 + known
 
 
 def segment_width(group: int, cols: int) -> int:
@@ -110,6 +117,19 @@ def _quads(codes, row, column, cols, BITS: tl.constexpr):
 
 
 @triton.jit
+def _element(code, MANTISSA: tl.constexpr, OFFSET: tl.constexpr, LEAST: tl.constexpr, SIGN: tl.constexpr):
+    """Values of floating-point codes, float32.
+
+    Exponents of codes and of float32 differ by OFFSET; LEAST is the smallest value, SIGN the place of the sign.
+    """
+    size = code & ((1 << SIGN) - 1)
+    normal = (size << (23 - MANTISSA)) + (OFFSET << 23)
+    small = (size.to(tl.float32) * LEAST).to(tl.uint32, bitcast=True)
+    bits = tl.where(size < (1 << MANTISSA), small, normal)
+    return (bits | ((code >> SIGN) << 31)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _values(
     codes, scales, zeros, minima, table, row, segment, quad, lane, cols, group,
     BITS: tl.constexpr, KIND: tl.constexpr, SEGMENT: tl.constexpr,
@@ -127,7 +147,13 @@ def _values(
         live = start < cols
         scale = tl.load(scales + place, mask=live, other=0.0)
         code = (quads[:, :, None] >> (lane * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
-        if KIND & 4:
+        if KIND & 16:
+            step = _element(code, 1, 126, 0.5, 3)
+        elif KIND & 32:
+            step = _element(code, 3, 120, 0.001953125, 7)
+        elif KIND & 64:
+            step = ((code ^ 128).to(tl.int32) - 128).to(tl.float32)
+        elif KIND & 4:
             step = tl.load(table + code)
         else:
             if KIND & 1:

@@ -223,6 +223,9 @@ def _expectation(planned: Planned) -> str:
         if not planned.compression.plan.removes_only:
             place = "on the GPU" if expected.residency == "resident" else "in host memory"
             text += f"; candidates {place}"
+    left_out = planned.compression.plan.not_for_experts
+    if left_out:
+        text += f"; experts do not take {', '.join(left_out)}, which round inputs"
     return f"{text}; time about {expected.seconds / 60:.1f} minutes"
 
 
