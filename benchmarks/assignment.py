@@ -1,12 +1,15 @@
 """Assignment problems without language models: RCO and other methods at equal evaluations, on six families.
 
     python benchmarks/assignment.py run --out benchmarks/results/assignment.json --optima --workers 8
-    python benchmarks/assignment.py report --results benchmarks/results/assignment.json --docs docs
+    python benchmarks/assignment.py run --out benchmarks/results/assignment_small.json --optima enumeration \\
+        --sizes 10x4 --families quadratic,log-det --methods rco --evaluations 1000 --seeds 0-49 --workers 8
+    python benchmarks/assignment.py report --results benchmarks/results/assignment.json \\
+        --small benchmarks/results/assignment_small.json --docs docs
 
 ``run`` adds the records that the file does not hold yet, each as soon as it is finished, so that it can be
 interrupted and continued; ``merge`` joins files of several runs. A record is the loss of one method on one
-instance. An evaluation is one forward pass of the loss; a
-backward pass counts as two more. ``report`` writes ``docs/assignment.md`` and its plots.
+instance. An evaluation is one forward pass of the loss; a backward pass counts as two more. ``report`` writes
+``docs/assignment.md`` and its plots.
 
 The gap of a result is its distance from the best loss known for the instance (of all methods and proofs), as a
 share of what lies between the uniform assignment and that best loss: 0 is the best known, 1 is uniform.
@@ -221,8 +224,7 @@ def tasks(settings: argparse.Namespace) -> list[Task]:
     ):
         where = family, groups, options, seed, settings.evaluations
         found += [Task(*where, method=m, label=settings.label.get(m)) for m in settings.methods]
-        if settings.optima:
-            found += [Task(*where, solver=s, exact_seconds=settings.exact_seconds) for s in SOLVERS]
+        found += [Task(*where, solver=s, exact_seconds=settings.exact_seconds) for s in settings.optima]
     return sorted(found, key=lambda task: task.order)
 
 
@@ -264,6 +266,12 @@ def sizes_of(text: str) -> list[tuple[int, int]]:
     return [tuple(int(number) for number in size.split("x")) for size in text.split(",")]  # type: ignore[misc]
 
 
+def seeds_of(text: str) -> list[int]:
+    """Seeds written as 0,3 or as 0-49."""
+    ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    return [seed for end in ends for seed in range(end[0], end[-1] + 1)]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run or report."""
     parser = argparse.ArgumentParser(
@@ -277,13 +285,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     running.add_argument("--methods", type=lambda t: t.split(","), default=list(METHODS))
     running.add_argument(
         "--seeds",
-        type=lambda t: [int(seed) for seed in t.split(",")],
+        type=seeds_of,
         default=list(range(SEEDS)),
-        help="of the instances, and of the searches on them: 0,1,2",
+        help="of the instances, and of the searches on them: 0,1,2 or 0-49",
     )
     running.add_argument("--evaluations", type=int, default=EVALUATIONS)
     running.add_argument("--workers", type=int, default=1, help="processes, of one thread each")
-    running.add_argument("--optima", action="store_true", help="also prove optima where that is possible")
+    running.add_argument(
+        "--optima",
+        nargs="?",
+        type=lambda t: t.split(","),
+        const=list(SOLVERS),
+        default=[],
+        help=f"also prove optima where that is possible, by {', '.join(SOLVERS)} or those named",
+    )
     running.add_argument("--exact-seconds", type=float, default=60.0)
     running.add_argument("--label", type=json.loads, default={}, help="other names of methods, as JSON")
     running.set_defaults(call=run)
@@ -293,6 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     merging.set_defaults(call=merge)
     reporting = commands.add_parser("report")
     reporting.add_argument("--results", type=Path, required=True)
+    reporting.add_argument("--small", type=Path, help="results on instances whose optima are proved")
     reporting.add_argument("--docs", type=Path, required=True)
     reporting.set_defaults(call=report)
     settings = parser.parse_args(arguments)
@@ -303,7 +319,8 @@ def report(settings: argparse.Namespace) -> None:
     """Write the page and its plots."""
     from assignment_report import write_report
 
-    write_report(json.loads(settings.results.read_text()), settings.docs)
+    small = None if settings.small is None else json.loads(settings.small.read_text())
+    write_report(json.loads(settings.results.read_text()), small, settings.docs)
 
 
 if __name__ == "__main__":

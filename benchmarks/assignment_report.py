@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["gaps", "write_report"]
+__all__ = ["gaps", "optima_found", "write_report"]
 
 ABLATIONS = ("penalty + restarts", "restarts alone")
 
@@ -79,7 +79,39 @@ def _plot(
     figure.savefig(path, metadata={"Date": None})
 
 
-def write_report(results: dict[str, Any], docs: Path) -> None:
+def optima_found(results: dict[str, Any]) -> dict[tuple[str, str], tuple[int, int]]:
+    """By family and method: instances whose proved optimum was found, and instances with a proved optimum."""
+    proved = {
+        (o["family"], o["groups"], o["seed"]): o["loss"] for o in results.get("optima", []) if o["proved"]
+    }
+    counts: dict[tuple[str, str], tuple[int, int]] = {}
+    for record in results["records"]:
+        where = record["family"], record["groups"], record["seed"]
+        if where in proved:
+            found, of = counts.get((record["family"], record["method"]), (0, 0))
+            close = record["loss"] <= proved[where] + 1e-6 * max(1.0, abs(proved[where]))
+            counts[record["family"], record["method"]] = found + int(close), of + 1
+    return counts
+
+
+def _small_part(small: dict[str, Any] | None) -> list[str]:
+    """Sentences on the proved optima of small instances."""
+    if small is None:
+        return []
+    counts = optima_found(small)
+    first = small["records"][0]
+    return [
+        "## Proved optima",
+        "",
+        f"Instances of {first['groups']} x {first['options']} whose optimum (by enumeration) was found within "
+        f"{first['evaluations']} evaluations: "
+        + "; ".join(f"`{m}` on {f}: {found} of {of}" for (f, m), (found, of) in sorted(counts.items()))
+        + " (`benchmarks/results/assignment_small.json`).",
+        "",
+    ]
+
+
+def write_report(results: dict[str, Any], small: dict[str, Any] | None, docs: Path) -> None:
     """Write ``assignment.md`` and ``assignment/*.svg``."""
     found = gaps(results)
     families = list(dict.fromkeys(f for f, _, _ in found))
@@ -127,6 +159,7 @@ def write_report(results: dict[str, Any], docs: Path) -> None:
         "the manifold saves is the coefficient of the penalty.",
         "",
         *[line for note in results.get("notes", []) for line in (note, "")],
+        *_small_part(small),
         "## By size",
         "",
         *[f"![{family}](assignment/{family}.svg)\n" for family in families],

@@ -11,7 +11,7 @@ pytest.importorskip("assignment")
 import api_page
 import assignment
 from assignment_families import FAMILIES, make
-from assignment_report import gaps
+from assignment_report import gaps, optima_found
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -50,8 +50,11 @@ def test_a_run_is_continued_and_reported(tmp_path):
     joined = json.loads(merged.read_text())
     for kind in ("records", "optima"):
         assert sorted(map(str, joined[kind])) == sorted(map(str, results[kind]))
-    assignment.main(["report", "--results", str(merged), "--docs", str(tmp_path)])
-    assert "| rco |" in (tmp_path / "assignment.md").read_text()
+    assert all(found <= of == 1 for found, of in optima_found(joined).values())
+    assignment.main(["report", "--results", str(merged), "--small", str(merged), "--docs", str(tmp_path)])
+    page = (tmp_path / "assignment.md").read_text()
+    assert "| rco |" in page
+    assert "`rco` on correlated: 1 of 1" in page
     assert (tmp_path / "assignment" / "quadratic.svg").exists()
 
 
