@@ -74,3 +74,26 @@ def test_a_layer_has_the_gradient_of_its_gates_on_a_cpu():
             found.append([each.cpu() for each in gradients])
         for mine, theirs in zip(*found, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("columns", [256, 576])
+def test_a_choice_on_the_device_gives_what_one_on_the_host_does(columns):
+    torch.manual_seed(0)
+    names = ("nvfp4-a4", "fp8-dynamic", "mxfp8-a8", "nvfp4")
+    weight = (torch.randn(96, columns) / 16).bfloat16().cuda()
+    x, slope = torch.randn(2, 50, columns).bfloat16().cuda(), torch.randn(2, 50, 96).bfloat16().cuda()
+    settings = EncodeSettings(storage_dtype=torch.bfloat16, input_peak=4.0)
+    stored = [parse(name).encode(weight, settings=settings) for name in names]
+    layer = SwitchableLinear([*stored, None], weight)
+    assert layer.supports_device_choice(torch.bfloat16)
+    choices = torch.arange(5, device="cuda")
+    for choice in range(5):
+        found = []
+        for place in (None, choices[choice]):
+            gate = torch.eye(5, dtype=torch.float64, device="cuda")[choice].requires_grad_()
+            # Where the choice is read from the device, the one of the host is another.
+            layer.select(choice if place is None else 0, gate, place=place)
+            leaf = x.clone().requires_grad_()
+            y = layer(leaf)
+            found.append([y.detach(), *torch.autograd.grad(y, [gate, leaf], slope)])
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))

@@ -7,6 +7,7 @@ equals :meth:`rco.formats.input_rounding.InputRounding.by_torch` bit for bit (ex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from rco.formats.launching import launching_at
 if TYPE_CHECKING:
     from rco.formats.input_rounding import InputRounding
 
-__all__ = ["change_along", "rounded", "takes"]
+__all__ = ["change_along", "rounded", "rounded_by_choice", "takes", "takes_rows"]
 
 _ELEMENTS = 2048  # of one program, if a unit is not larger
 _WIDEST = 1 << 15
@@ -97,6 +98,22 @@ def _round_kernel(
 
 
 @triton.jit
+def _round_chosen_kernel(
+    choice, numbers, x, out, units, members, global_scale,
+    NUMBER: tl.constexpr, ELEMENT: tl.constexpr, SCALES: tl.constexpr, EPSILON: tl.constexpr,
+    UNITS: tl.constexpr, MEMBERS: tl.constexpr,
+):  # fmt: skip
+    if tl.load(numbers + tl.load(choice)) == NUMBER:
+        unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)[:, None]
+        member = tl.arange(0, MEMBERS)[None, :]
+        live = (unit < units) & (member < members)
+        place = unit * members + member
+        value = tl.load(x + place, mask=live, other=0.0)
+        found = _rounded_units(value, global_scale, ELEMENT, SCALES, EPSILON)
+        tl.store(out + place, found, mask=live)
+
+
+@triton.jit
 def _change_kernel(
     x, gradient, sums, units, members, global_scale,
     ELEMENT: tl.constexpr, SCALES: tl.constexpr, EPSILON: tl.constexpr,
@@ -114,11 +131,14 @@ def _change_kernel(
 
 
 def takes(rule: InputRounding, x: Tensor) -> bool:
-    """Whether the kernel rounds inputs of this type and shape."""
-    columns = x.shape[-1]
+    """Whether the kernel rounds these inputs."""
+    return x.numel() > 0 and takes_rows(rule, x.shape[-1], x.dtype)
+
+
+def takes_rows(rule: InputRounding, columns: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel rounds inputs of so many columns in a type."""
     whole = rule.group is None or columns % rule.group == 0
-    dtypes = _WIDE_EXPONENTS if rule.powers else _DTYPES
-    return x.dtype in dtypes and x.numel() > 0 and whole and columns <= _WIDEST
+    return dtype in (_WIDE_EXPONENTS if rule.powers else _DTYPES) and whole and columns <= _WIDEST
 
 
 @cache
@@ -152,6 +172,27 @@ def rounded(rule: InputRounding, x: Tensor) -> Tensor:
         _round_kernel[(launch.programs,)](
             x, out, launch.units, launch.members, launch.global_scale, **launch.constants
         )
+    return out
+
+
+def rounded_by_choice(rules: Sequence[InputRounding], numbers: Tensor, choice: Tensor, x: Tensor) -> Tensor:
+    """Inputs as the option rounds them whose index is on the device.
+
+    Args:
+        rules: Different roundings.
+        numbers: (K,) on the device, the index of every option's rounding; -1 for none.
+        choice: () index of the option, read when the kernels run.
+        x: Inputs.
+    """
+    x = x.contiguous()
+    out = x.clone()
+    with launching_at(x):
+        for number, rule in enumerate(rules):
+            launch = _Launch(rule, x.shape[-1], x.numel(), x.dtype)
+            _round_chosen_kernel[(launch.programs,)](
+                choice, numbers, x, out, launch.units, launch.members, launch.global_scale,
+                NUMBER=number, **launch.constants,
+            )  # fmt: skip
     return out
 
 

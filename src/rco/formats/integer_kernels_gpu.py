@@ -54,15 +54,28 @@ def decoder(weight: CodedWeight, dtype: torch.dtype) -> Callable[[Tensor], None]
 
 
 def chosen_decoder(
-    options: Sequence[CodedWeight | Tensor], dtype: torch.dtype, shape: tuple[int, int], parts: int = 1
+    options: Sequence[CodedWeight | Tensor],
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    parts: int = 1,
+    *,
+    general: bool = False,
 ) -> Callable[[Tensor, Tensor], None] | None:
     """Kernel that decodes the option whose index is on the device; None if no kernel supports these options.
 
     The index is read when the kernel runs, so a recorded launch can be replayed with another choice. There is one
-    index for each of ``parts`` of the rows.
+    index for each of ``parts`` of the rows. With ``general``, options of any groups are decoded by a launch each.
     """
     groups = {option.group_size for option in options if isinstance(option, CodedWeight)}
-    if len(groups) != 1 or not _takes(dtype, options, shape):
+    if not groups or not _takes(dtype, options, shape):
+        return None
+    if general and parts == 1:
+        listed = [
+            (_operand(o), o.group_size) if isinstance(o, CodedWeight) else (_dense_operand(o), max(groups))
+            for o in options
+        ]
+        return integer_kernels_triton.chosen_decoder(listed, shape)
+    if len(groups) != 1:
         return None
     (group,) = groups
     operands = [_operand(o) if isinstance(o, CodedWeight) else _dense_operand(o) for o in options]

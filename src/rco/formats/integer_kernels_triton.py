@@ -26,6 +26,7 @@ from rco.formats.launching import launching_at
 __all__ = [
     "DENSE",
     "Operand",
+    "chosen_decoder",
     "decoder",
     "multiplier",
     "multiprocessors",
@@ -175,7 +176,7 @@ def _values(
 
 
 @triton.jit
-def _decode_kernel(
+def _decode_tile(
     codes, scales, zeros, minima, table, out, rows, cols, group, per_row,
     BITS: tl.constexpr, KIND: tl.constexpr, SEGMENT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -192,6 +193,28 @@ def _decode_kernel(
     column = (segment * SEGMENT + 4 * quad)[:, :, None] + lane
     place = row.to(tl.int64)[:, :, None] * cols + column
     tl.store(out + place, value.to(out.dtype.element_ty), mask=column < width[:, :, None])
+
+
+@triton.jit
+def _decode_kernel(
+    codes, scales, zeros, minima, table, out, rows, cols, group, per_row,
+    BITS: tl.constexpr, KIND: tl.constexpr, SEGMENT: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    _decode_tile(
+        codes, scales, zeros, minima, table, out, rows, cols, group, per_row, BITS, KIND, SEGMENT, COUNT
+    )  # fmt: skip
+
+
+@triton.jit
+def _decode_chosen_kernel(
+    choice, codes, scales, zeros, minima, table, out, rows, cols, group, per_row,
+    INDEX: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, SEGMENT: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    if tl.load(choice) == INDEX:
+        _decode_tile(
+            codes, scales, zeros, minima, table, out, rows, cols, group, per_row, BITS, KIND, SEGMENT, COUNT
+        )  # fmt: skip
 
 
 @triton.jit
@@ -242,6 +265,33 @@ def decoder(operand: Operand, group: int, shape: tuple[int, int]) -> Callable[[T
                 BITS=operand.bits, KIND=kind, SEGMENT=segment, COUNT=count,
                 num_warps=_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
+
+    return decode
+
+
+def chosen_decoder(
+    operands: Sequence[tuple[Operand, int]], shape: tuple[int, int]
+) -> Callable[[Tensor, Tensor], None]:
+    """Kernels that decode the operand, of those with their groups, whose index is on the device.
+
+    There is one launch for each operand, of which all but one end at once.
+    """
+    rows, cols = shape
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    for index, (operand, group) in enumerate(operands):
+        segment = segment_width(group, cols)
+        count, per_row = _ELEMENTS // segment, triton.cdiv(cols, segment)
+        constants = {
+            "INDEX": index, "BITS": operand.bits, "KIND": operand.kind, "SEGMENT": segment, "COUNT": count,
+            "num_warps": _WARPS, "enable_fp_fusion": False,
+        }  # fmt: skip
+        launch = _decode_chosen_kernel[(triton.cdiv(rows * per_row, count),)]
+        launches.append((launch, (operand.parts, group, per_row), constants))
+
+    def decode(choice: Tensor, out: Tensor) -> None:
+        with launching_at(out):
+            for launch, (parts, group, per_row), constants in launches:
+                launch(choice, *parts, out, rows, cols, group, per_row, **constants)
 
     return decode
 

@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rco.core.async_copy import send
 from rco.formats.base import ActivationRule, Stored
 from rco.formats.coded import CodedWeight, on_triton_path
-from rco.formats.input_rounding import change_along
+from rco.formats.input_rounding import InputRounding, change_along
 from rco.formats.products import Option, OptionProducts, unwrapped
 from rco.formats.streaming import OptionStream, StreamedOptions, activation_rules
 
@@ -104,6 +105,7 @@ class LayerOptions:
             for rule in dict.fromkeys(self.rules)
             if rule is not None
         ]
+        self._rule_numbers: Tensor | None = None  # on the device, for choices there
         self._products: dict[tuple[bool, ...] | None, OptionProducts] = {}
         self._chosen: dict[torch.dtype, Callable[[Tensor, Tensor], None] | None] = {}
 
@@ -130,12 +132,41 @@ class LayerOptions:
                 tensors
                 and len(tensors) == len(self.listed)
                 and on_triton_path(tensors[0])
-                and not any(self.rules)
+                and self._rounds_by_choice(dtype)
             ):
                 from rco.formats import integer_kernels_gpu
 
-                self._chosen[dtype] = integer_kernels_gpu.chosen_decoder(fused, dtype, self.shape, self.parts)
+                self._chosen[dtype] = integer_kernels_gpu.chosen_decoder(
+                    fused, dtype, self.shape, self.parts, general=bool(self.roundings)
+                )
         return self._chosen[dtype]
+
+    def _rounds_by_choice(self, dtype: torch.dtype) -> bool:
+        """Whether a kernel rounds inputs of a type by a choice on the device, or none are rounded."""
+        if not self.roundings:
+            return True
+        from rco.formats import input_kernels_triton
+
+        numbers = [-1] * len(self.rules)
+        for number, (_, members) in enumerate(self.roundings):
+            for index in members:
+                numbers[index] = number
+        self._rule_numbers = send(torch.tensor(numbers, dtype=torch.int32), self.device)
+        return all(
+            isinstance(rule, InputRounding) and input_kernels_triton.takes_rows(rule, self.shape[1], dtype)
+            for rule, _ in self.roundings
+        )
+
+    def rounded(self, x: Tensor, selection: Selection) -> Tensor:
+        """Inputs as the selected option rounds them."""
+        if selection.place is None or not self.roundings:
+            rule = self.rules[selection.choice]
+            return x if rule is None else rule(x)
+        from rco.formats import input_kernels_triton
+
+        assert self._rule_numbers is not None, "made with the kernel that decodes by a choice on the device"
+        rules = [rule for rule, _ in self.roundings if isinstance(rule, InputRounding)]
+        return input_kernels_triton.rounded_by_choice(rules, self._rule_numbers, selection.place, x)
 
 
 def _only(options: Sequence[Option], active: tuple[bool, ...] | None) -> Sequence[Option | None]:
@@ -202,9 +233,8 @@ def _linear(
 def _chosen_linear(
     x: Tensor, options: LayerOptions, selection: Selection, bias: Tensor | None, buffer: WeightBuffer
 ) -> Tensor:
-    rule = options.rules[selection.choice]
     weight = _dense(options, selection, x.dtype, x.device, buffer)
-    return F.linear(x if rule is None else rule(x), weight, bias)
+    return F.linear(options.rounded(x, selection), weight, bias)
 
 
 def _weight(options: LayerOptions, selection: Selection, dtype: torch.dtype) -> Tensor:
