@@ -215,12 +215,16 @@ class GGMLFormat(CodedFormat):
 
         Types that need importances take equal ones if there are no statistics.
         """
+        return self._encoded(weight, importances(statistics), weight.device)
+
+    def _encoded(self, weight: Tensor, weights: Tensor | None, device: torch.device) -> BlockWeight:
+        """Encoded by ggml on the CPU, then split into codes and scales on a device."""
         rows, columns = weight.shape
         self._check(columns)
-        weights = importances(statistics)
         if weights is None and self.type.needs_importance:
             weights = torch.ones(columns)
-        return self.from_blocks(libggml.quantize(self.type.number, weight, weights), (rows, columns))
+        blocks = libggml.quantize(self.type.number, weight, weights)
+        return self.from_blocks(blocks.to(device), (rows, columns))
 
     @classmethod
     def encode_all(
@@ -232,11 +236,11 @@ class GGMLFormat(CodedFormat):
         settings: EncodeSettings | None = None,
     ) -> list[Encoded]:
         """Encode in several types; errors are weighted by the importances."""
-        source = weight.detach().to("cpu", torch.float32)
-        weights = importances(statistics)
-        found = (each.encode(source, weights, settings=settings) for each in formats)
-        encoded = [measured(stored, source, None if weights is None else weights.cpu()) for stored in found]
-        return [each._replace(stored=each.stored.to(weight.device)) for each in encoded]
+        original = weight.detach().float()
+        source, weights = original.cpu(), importances(statistics)
+        at_hand = None if weights is None else weights.to(weight.device)
+        found = (each._encoded(source, weights, weight.device) for each in formats)
+        return [measured(stored, original, at_hand) for stored in found]
 
     def from_blocks(self, data: Tensor, shape: Shape) -> BlockWeight:
         """The weight of a file's blocks, uint8 (rows, bytes)."""
