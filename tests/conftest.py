@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import zlib
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,11 +35,17 @@ if "hypothesis" not in _OPTIONAL:
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers_on_every_run(request: pytest.FixtureRequest) -> None:
-    """Seed torch by the test's name: one that draws numbers draws the same ones, whatever ran before it."""
+def _same_numbers_on_every_run(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Seed torch by the test's name, and undo a change of its threads, on which the rounding of sums depends.
+
+    So a test computes the same numbers, whatever ran before it.
+    """
     import torch  # not at the top: the process that only hands out files of tests does without
 
     torch.manual_seed(zlib.crc32(request.node.name.encode()))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

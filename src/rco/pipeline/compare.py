@@ -264,7 +264,7 @@ class WidthContest(Contest):
         if config.tasks:
             full["tasks"] = measure_tasks(self.planned.loaded, config.tasks, config.limit, config.seed)
         return {
-            "title": f"{config.model}: average widths {', '.join(config.budget_list())}",
+            "title": f"{config.model}: {config.budget_kind} {', '.join(config.budget_list())}",
             "tokens": self.allowance.tokens,
             "seconds": self.allowance.seconds,
             "full_model": full,

@@ -6,6 +6,7 @@ import csv
 import io
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,13 @@ def table_columns(
         return text
 
     def amount(key: str) -> Callable[[Mapping[str, Any]], str]:
-        return lambda row: row[f"{key}_exact"] or f"{row[key]:.4f}"
+        def text(row: Mapping[str, Any]) -> str:
+            if row[f"{key}_exact"] is None:
+                return f"{row[key]:,.4f}"
+            exact = Fraction(row[f"{key}_exact"])
+            return f"{exact.numerator:,}" if exact.denominator == 1 else f"{float(exact):.4f}".rstrip("0")
+
+        return text
 
     first = rows[0] if rows else {}
     named = [key for key in first if not key.endswith("_std")]

@@ -660,6 +660,11 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
                 "A comparison measures allocations before tuning: leave out `tune` and `tune_tokens`."
             )
 
+    @property
+    def budget_kind(self) -> str:
+        """The option that the budgets are given with: bits, bpw, size, ..."""
+        return self._budget()[0]
+
     def budget_list(self) -> list[str]:
         """The budgets as typed."""
         return [part.strip() for part in (self._budget()[1] or "").split(",") if part.strip()]
