@@ -99,7 +99,7 @@ def test_the_long_tables_are_those_of_the_command(tables, comparison, tmp_path):
         "late", "rco", "fisher", "uniform-fill",
     ]  # fmt: skip
     best = cells(text[text.index("## 2.5") :], "| method |")[0]
-    assert best == ["rco", "0.1500 ± 0.0141", "20.150 ± 0.014", "5/2", "3,000", "3 ± 0", "2"]
+    assert best == ["rco", "0.1500 ± 0.0141", "20.150 ± 0.014", "2.5", "3,000", "3 ± 0", "2"]
     assert "* x: why" in text
     # One standard error of the difference: sqrt(2) times 0.0141 / sqrt(2) of two seeds each; `late` has one seed.
     compared = cells(text, "| bits | best method other than RCO")

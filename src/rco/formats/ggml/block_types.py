@@ -239,7 +239,10 @@ class GGMLFormat(CodedFormat):
         original = weight.detach().float()
         source, weights = original.cpu(), importances(statistics)
         at_hand = None if weights is None else weights.to(weight.device)
-        found = (each._encoded(source, weights, weight.device) for each in formats)
+        types = [each for each in formats if isinstance(each, GGMLFormat)]
+        if len(types) < len(formats):
+            raise ValueError(f"Expected ggml types, got {', '.join(each.name for each in formats)}.")
+        found = (each._encoded(source, weights, weight.device) for each in types)
         return [measured(stored, original, at_hand) for stored in found]
 
     def from_blocks(self, data: Tensor, shape: Shape) -> BlockWeight:
