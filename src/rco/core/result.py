@@ -50,7 +50,7 @@ class SearchResult:
     allocation: Allocation
     loss: float  # mean over the selection batches
     cost: Any  # exact: int, Fraction, or a tuple of them, with names if the budgets have some
-    history: list[StepRecord] = field(default_factory=list)
+    history: list[StepRecord] = field(default_factory=list, repr=False)
     method: str = "rco"
     seed: int | None = None
     chosen_from: str = "final"  # which candidate won on the selection split
