@@ -17,7 +17,9 @@ from rco import api
 from rco.cli import main
 from rco.data.calibration import build_calibration
 from rco.data.documents import Texts
+from rco.models.layout import layout_for
 from rco.models.loading import pick_device
+from rco.models.moe.linears import model_linears, unread_experts
 from rco.pipeline.configs import EvaluateConfig, PruneConfig, QuantizeConfig
 from rco.testing.tiny_models import save_tiny
 
@@ -233,6 +235,19 @@ def test_transposed_weights_and_tied_embeddings(tmp_path):
     assert_untouched(model, before)
     assert result.model.get_output_embeddings().weight is result.model.get_input_embeddings().weight
     assert torch.equal(logits(rco.load(result.save(tmp_path / "out")).model), logits(result.model))
+
+
+def test_unverified_experts_are_named(tmp_path):
+    model, tokenizer = in_memory(save_tiny("jetmoe", tmp_path / "jetmoe", dtype=torch.float32))
+    left = {each.name: each.reason for each in unread_experts(model)}
+    stacked = sum(model.get_parameter(name).numel() for name in left)
+    linears = model_linears(layout_for(model), model)
+    packed = sum(info.parameters for info in linears)
+    bits = (32 * stacked + 3 * packed) / (stacked + packed)
+    result = rco.quantize(model, tokenizer, bits=f"{bits:.4f}", **QUICK)
+    assert left
+    assert result.metrics["unverified"] == left
+    assert result.allocation.keys() == {info.name for info in linears}
 
 
 def test_pruned_and_quantized_experts(moe, tmp_path):

@@ -39,6 +39,7 @@ class FakeLinear:
     def __init__(self, name, rows, columns, dtype=torch.bfloat16):
         self.name, self.out_features, self.in_features = name, rows, columns
         self.stored_name, self.stored_in = name, f"{name}.weight"
+        self.twin, self.buffers = None, {}
         self.weight = torch.empty(rows, columns, dtype=dtype, device="meta")
 
 

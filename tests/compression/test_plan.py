@@ -102,6 +102,74 @@ def test_an_untied_output_layer_is_a_group_if_asked():
     assert make_plan(layout, linears, widths=(2, 4), embeddings=True).skipped == ("lm_head",)
 
 
+def with_ends(name, **settings):
+    model = tiny_model(name, **settings)
+    layout = layout_for(model)
+    return layout, model_linears(layout, model, include_head=True, include_embedding=True)
+
+
+def embedding_of(plan):
+    (found,) = (group for group in plan.groups if group.members[0].role == "embedding")
+    return [option.name for option in found.options]
+
+
+@pytest.mark.parametrize(
+    ("serve", "formats"),
+    [
+        ("any", ["int8", "original"]),
+        ("transformers", ["int8", "original"]),
+        ("vllm", ["int2-g16-sym", "int4-g16-sym", "int8-g16-sym", "original"]),
+        ("vllm-marlin", ["int4-g32-sym", "int8-g32-sym", "original"]),
+    ],
+)
+def test_an_embedding_has_the_formats_that_the_engine_reads(serve, formats):
+    size = 32 if serve == "vllm-marlin" else 16
+    layout, linears = with_ends("qwen3", tie_word_embeddings=True)
+    plan = make_plan(layout, linears, group_size=size, serve=serve, embeddings=True)
+    assert embedding_of(plan) == formats
+    assert not plan.skipped  # the output layer is in the group of the embedding
+    # Candidates are made of what a linear may take: bytes are for embeddings alone.
+    linear, embedding = plan.linears[0], plan.linears[-1]
+    assert embedding.role == "embedding"
+    for option in plan.options:
+        assert plan.fits(embedding, option) == (option.name in formats)
+        assert plan.fits(linear, option) == (option.name not in ("int8", "original"))
+    off = make_plan(layout, linears, group_size=size, serve=serve)
+    assert set(off.skipped) == {"lm_head", "model.embed_tokens"}
+    assert off.labels == tuple(label for label in plan.labels if label not in ("int8", "original", "16"))
+
+
+def test_formats_of_an_embedding_that_are_asked_for():
+    layout, linears = with_ends("llama", tie_word_embeddings=False)
+    formats = [parse("fp8"), parse("nvfp4"), ORIGINAL]
+    plan = make_plan(layout, linears, formats=formats, embeddings=True)
+    assert embedding_of(plan) == ["fp8", "int8", "original"]
+    for lock, left in {"embedding=16": ["original"], "embedding=int8": ["int8"]}.items():
+        plan = make_plan(layout, linears, widths=(4, 8), locks=[lock], embeddings=True)
+        assert embedding_of(plan) == left
+    assert embedding_of(make_plan(layout, linears, locks=["embedding=8"], embeddings=True)) == ["int8"]
+    with pytest.raises(ValueError, match=r"reads an embedding as int8, original, not as 4 bits"):
+        make_plan(layout, linears, locks=["embedding=4"], embeddings=True)
+
+
+def test_what_no_reader_takes_is_refused_or_left_alone():
+    layout, linears = with_ends("mixtral")  # vLLM's model of it has an unquantized embedding
+    plan = make_plan(layout, linears, group_size=16, serve="vllm", embeddings=None)
+    assert plan.skipped == ("model.embed_tokens",)
+    with pytest.raises(ValueError, match=r"no packed embedding of mixtral.*embedding=16.*transformers"):
+        make_plan(layout, linears, group_size=16, serve="vllm", embeddings=True)
+    layout, linears = with_ends("opt", tie_word_embeddings=False)
+    plan = make_plan(layout, linears, group_size=16, serve="vllm", embeddings=None)
+    assert plan.skipped == ("lm_head", "model.decoder.embed_tokens")
+    with pytest.raises(ValueError, match=r"no packed output layer of opt"):
+        make_plan(layout, linears, group_size=16, serve="vllm", locks=["lm_head=4"])
+    layout, linears = with_ends("llama", tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"lock the embedding instead"):
+        make_plan(layout, linears, locks=["lm_head=4"])
+    with pytest.raises(ValueError, match=r"no linears of that role; the embedding is a group"):
+        make_plan(layout, linears[:-1], locks=["embedding=8"])
+
+
 def test_a_preset_that_needs_fused_linears_names_what_it_lacks():
     layout, linears = laid_out(tiny_model("helium"))
     with pytest.raises(

@@ -24,7 +24,9 @@ from rco.export import CompressedTensorsExporter
 from rco.export.exporter import ExportRequest
 from rco.formats import parse
 from rco.formats.base import EncodeSettings
-from rco.models.loading import load_model
+from rco.models.loading import load_model, wrap_model
+from rco.models.moe.linears import model_linears
+from rco.testing.tiny_models import tiny_model
 
 PYTHON = os.environ.get("RCO_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
 SCRIPT = Path(__file__).parents[1] / "support" / "vllm_on_cpu.py"
@@ -41,6 +43,11 @@ MENUS = {
     "int4 per channel": ["int4-channel-sym"],
     "nvfp4-a4, fp8-dynamic, original": ["nvfp4-a4", "fp8-dynamic", "original"],
     "nvfp4, int3, int8-dynamic, fp8": ["nvfp4", "int3-g64-sym", "int8-dynamic", "fp8"],
+}
+# Embedding and output layer at a width, which they share or not.
+ENDS = {
+    **{f"ends at {bits} bits": (bits, False) for bits in sorted(ENGINE.packed_embeddings)},
+    "tied ends at 4 bits": (4, True),
 }
 NEW = 12
 
@@ -87,24 +94,54 @@ def written(folder):
     return loaded, prompts, weights
 
 
+def written_ends(folder, prompts):
+    """The evaluated models of packed ends, whose checkpoints are written to folders e1, e2, ..."""
+    models = {}
+    for number, (name, (bits, tied)) in enumerate(ENDS.items(), start=1):
+        # Llama's embedding is not told its name, that of Qwen3 is.
+        model = tiny_model(
+            "qwen3" if tied else "llama", tie_word_embeddings=tied, dtype=torch.bfloat16, hidden_size=64,
+            intermediate_size=96, head_dim=32, vocab_size=1 + max(map(max, prompts)),
+        )  # fmt: skip
+        loaded = wrap_model(model, name=name)
+        linears = model_linears(loaded.layout, model, include_head=True, include_embedding=True)
+        plan = make_plan(loaded.layout, linears, serve="vllm", group_size=32, embeddings=True)
+        settings = EncodeSettings(storage_dtype=torch.bfloat16, clip="minmax")
+        chosen = {
+            info.name: next(o for o in group.options if o.bits == bits).encode(
+                info.weight.float(), settings=settings
+            )
+            for group in plan.groups
+            for info in group.members
+        }
+        CompressedTensorsExporter().export(
+            ExportRequest(loaded, chosen, folder / f"e{number}", engine="vllm")
+        )
+        decode_into(loaded, chosen)
+        models[name] = model
+    return models
+
+
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
     """What was written, and the answers of vLLM."""
     folder = tmp_path_factory.mktemp("vllm")
     loaded, prompts, weights = written(folder)
     checkpoints = {menu: str(folder / f"m{number}") for number, menu in enumerate(MENUS, start=1)}
+    models = written_ends(folder, prompts)
+    checkpoints |= {name: str(folder / f"e{number}") for number, name in enumerate(ENDS, start=1)}
     request, answer = folder / "request.json", folder / "answer.json"
     request.write_text(json.dumps({"checkpoints": checkpoints, "prompts": prompts, "new": NEW}))
     # The engine must not find this package.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([PYTHON, SCRIPT, request, answer], env=environment, capture_output=True, text=True)
     assert answer.exists(), done.stdout[-3000:] + done.stderr[-3000:]
-    return loaded, prompts, weights, json.loads(answer.read_text())
+    return loaded, prompts, weights, models, json.loads(answer.read_text())
 
 
 @pytest.mark.parametrize("menu", MENUS)
 def test_vllm_computes_what_was_evaluated(answered, menu):
-    loaded, prompts, weights, answers = answered
+    loaded, prompts, weights, _, answers = answered
     found = answers[menu]
     assert "error" not in found, found
     evaluated = replace(loaded, model=copy.deepcopy(loaded.model))
@@ -127,3 +164,15 @@ def test_vllm_computes_what_was_evaluated(answered, menu):
     assert torch.cat(behind).max() < unit.max() + 0.15  # its greedy token is ours, or nearly as likely
     rounded = any(getattr(parse(name), "rounds_inputs", False) for name in MENUS[menu])
     assert same >= (0.6 if rounded else 0.9) * NEW * len(prompts)
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_packed_embeddings_and_output_layers(answered, name):
+    _, prompts, _, models, answers = answered
+    found = answers[name]
+    assert "error" not in found, found
+    for prompt, answer, ours in zip(prompts, found, scored(models[name], prompts, found), strict=True):
+        tokens = torch.tensor(prompt + answer["tokens"])
+        mine = ours[:-1].gather(1, tokens[1:, None])[:, 0]
+        theirs = torch.tensor(answer["prompt"] + answer["answer"])
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0.05)  # bfloat16

@@ -21,6 +21,7 @@ THEIRS = {
     "fp8-dynamic": ("float-quantized", "FP8_DYNAMIC"),
     "fp8-block": ("naive-quantized", "FP8_BLOCK"),
     "fp8-block-dynamic": ("float-quantized", "FP8_BLOCK"),
+    "int8": ("naive-quantized", "INT8"),
     "int8-dynamic": ("int-quantized", "INT8"),
     "nvfp4": ("nvfp4-pack-quantized", "NVFP4A16"),
     "nvfp4-a4": ("nvfp4-pack-quantized", "NVFP4"),

@@ -54,7 +54,7 @@ def write(model_type: str, folder: Path, *, dense: bool = False, serve: str = "t
 
 def quantize(loaded: LoadedModel, folder: Path, *, dense: bool = False, serve: str = "transformers") -> dict:
     """Quantize a model, write its checkpoint to ``folder / "model"``, and return what was done with it."""
-    linears = model_linears(loaded.layout, loaded.model, include_head=True)
+    linears = model_linears(loaded.layout, loaded.model, include_head=True, include_embedding=True)
     unread = unread_experts(loaded.model)
     # Conv1D modules are not packed by compressed-tensors; experts that checkpoints keep stacked are not either.
     transposed = any(info.transposed for info in linears)
@@ -69,6 +69,7 @@ def quantize(loaded: LoadedModel, folder: Path, *, dense: bool = False, serve: s
         serve=serve,
         symmetric=None if serve == "transformers" else True,
         locks=["experts=16"] if stacked and serve == "transformers" else [],
+        embeddings=None,
         unread=unread,
         unpackable=() if dense else loaded.layout.unpackable(loaded.model),
     )
@@ -77,7 +78,7 @@ def quantize(loaded: LoadedModel, folder: Path, *, dense: bool = False, serve: s
     data = random_tokens(loaded, 2, 12)
     compression.candidates(data)
     chosen = [
-        plan.options.index(group.options[index % len(group.options)])
+        plan.options.index(group.options[index % len(group.options) if group.block is not None else 0])
         for index, group in enumerate(plan.groups)
     ]
     allocation = Allocation(chosen)
@@ -102,6 +103,7 @@ def quantize(loaded: LoadedModel, folder: Path, *, dense: bool = False, serve: s
         "packed_experts": any(group.switched and hasattr(group.members[0], "layer") for group in plan.groups),
         "unread": [each.name for each in unread],
         "plan": plan,
+        "embedding": any(info.role == "embedding" for info in plan.linears if info.name in weights),
     }
 
 

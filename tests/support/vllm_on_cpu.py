@@ -20,7 +20,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from vllm.model_executor.kernels.linear.mixed_precision import cpu as grids
-from vllm.model_executor.layers.quantization.compressed_tensors import schemes
+from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors_embedding, schemes
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E4M3 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
@@ -139,8 +139,17 @@ def grid(self, layer):
     layer.dense = torch.nn.Parameter(values.flatten(1).to(config.act_type), requires_grad=False)
 
 
+def rows(ids, packed, scale, columns, bits):
+    """Rows of a packed embedding, whose words hold whole codes: its kernel is written in Triton."""
+    shifts = torch.arange(0, 32, bits)
+    codes = (packed.data[ids].to(torch.int64)[..., None] >> shifts) & ((1 << bits) - 1)
+    values = codes.flatten(1)[:, :columns].float() - (1 << (bits - 1))
+    return (values * spread(scale.data[ids].float(), columns)).to(scale.dtype)
+
+
 def stand_in():
     """Replace the kernels that CPUs lack."""
+    compressed_tensors_embedding._dequant_gather_triton = rows
     modules = {name: sys.modules[f"{schemes.__name__}.compressed_tensors_{name}"] for name in (
         "w4a4_nvfp4", "w4a4_mxfp4", "w8a8_mxfp8", "w8a8_fp8", "w8a16_fp8",
     )}  # fmt: skip

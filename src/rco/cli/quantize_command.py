@@ -39,18 +39,25 @@ quantize = command_from_config(QuantizeConfig, _quantize)
 def _describe(planned: Planned) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     from rco.formats.floating import FloatingPoint
     from rco.formats.integer import IntegerGrid
+    from rco.models.embeddings import EMBEDDING_ROLE
 
     plan, problem, budget = planned.compression.plan, planned.problem, planned.budget
     low, high = planned.compression.budget_range(budget.kind)
-    types = plan.block_types or [option.name for option in plan.options if isinstance(option, FloatingPoint)]
-    integers = not plan.block_types and any(isinstance(option, IntegerGrid) for option in plan.options)
+    options, embedding = plan.options, None
+    if plan.target is None:  # formats of an embedding are its own
+        embedding = next((group for group in plan.groups if group.members[0].role == EMBEDDING_ROLE), None)
+        offered = {option for group in plan.groups if group is not embedding for option in group.options}
+        options = tuple(option for option in options if option in offered)
+    types = plan.block_types or [option.name for option in options if isinstance(option, FloatingPoint)]
+    integers = not plan.block_types and any(isinstance(option, IntegerGrid) for option in options)
     grid = None if not integers else "symmetric" if plan.symmetric else "asymmetric"
     data = {
         "groups": problem.num_groups,
         "linears": len(plan.linears),
         "left_alone": list(plan.skipped),
         "unverified": {each.name: each.reason for each in plan.unread},
-        "widths": list(plan.widths),
+        "embedding": None if embedding is None else [option.name for option in embedding.options],
+        "widths": [option.bits for option in options],
         "grid": grid,
         "group_size": plan.group_size if integers else None,
         "types": types,
@@ -62,7 +69,7 @@ def _describe(planned: Planned) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     stored = "; ".join(
         [*parts, *([f"{grid} grids, {scales}" if types else f"{grid}, {scales}"] if integers else [])]
     )
-    widths = ", ".join(map(str, dict.fromkeys(plan.widths)))
+    widths = ", ".join(str(bits) for bits in dict.fromkeys(option.bits for option in options))
     fixed = planned.compression.costs(budget.kind).fixed
     searched = f"bytes for these, {fixed:,} for everything else" if fixed else "units for the search"
     lines = [
@@ -70,6 +77,7 @@ def _describe(planned: Planned) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         *([("left alone", ", ".join(plan.skipped))] if plan.skipped else []),
         *([("unverified", plan.unverified)] if plan.unread else []),
         ("widths", f"{widths} bits, {stored}"),
+        *([("embedding", ", ".join(option.name for option in embedding.options))] if embedding else []),
         ("range", f"{budget.kind} from {low} to {high}"),
         ("budget", f"{budget}: {problem.unit_budgets[0]:,} {searched}"),
     ]

@@ -172,7 +172,7 @@ class Compression:
             model, count = self.loaded.model, self.count if kind != "size" else "all"
             linears: Sequence[LinearInfo] = ()
             if kind == "size" and not self.plan.removes_only:
-                linears = model_linears(self.loaded.layout, model, include_head=True)
+                linears = model_linears(self.loaded.layout, model, include_head=True, include_embedding=True)
             visits = self.visits if kind == "active_bits" else None
             self._costs[kind] = Costs(model, self.plan, kind, count, visits, linears)
         return self._costs[kind]

@@ -10,6 +10,7 @@ from rco.compression.llama_quantize import GGUF_WIDTHS
 from rco.formats.base import Format
 from rco.formats.floating import FloatingPoint
 from rco.formats.integer import IntegerGrid
+from rco.models.layout import DENSE_HEADS, PACKED_EMBEDDINGS
 
 __all__ = ["ENGINES", "Engine", "ExpertGroups", "find_engine"]
 
@@ -20,12 +21,14 @@ projection of all experts of a layer; all experts."""
 _PACKED = frozenset(range(1, 9))  # widths of the format
 _FLOATING = frozenset(FloatingPoint.names())
 # vLLM has one scheme for MXFP4 and one for MXFP8, which round inputs on GPUs that can: weights alone are no option.
-# E4M3 blocks with unrounded inputs fail an assertion at loading (0.32).
-_VLLM_FLOATING = _FLOATING - {"mxfp4", "mxfp8", "fp8-block"}
+# E4M3 blocks with unrounded inputs fail an assertion at loading (0.32). Of 8-bit integers it reads packed ones.
+_VLLM_FLOATING = _FLOATING - {"mxfp4", "mxfp8", "fp8-block", "int8"}
 # Its fused experts have no scheme for E4M3 weights with unrounded inputs.
 _VLLM_FLOATING_EXPERTS = _VLLM_FLOATING - {"fp8"}
 # Marlin kernels never round inputs.
 _MARLIN_FLOATING = frozenset({"fp8", "nvfp4", "mxfp4"})
+# transformers reads the weight of an embedding before it loads it, so it must be stored under that name.
+_BYTES = frozenset({"int8", "fp8", "fp8-block", "mxfp8"})
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Engine:
         asymmetric_experts: Whether experts may have zero points.
         floating: Supported floating-point formats by name (:mod:`rco.formats.floating`).
         floating_experts: Those of them that experts may have.
+        floating_embeddings: Those of them that an embedding may have.
+        packed_embeddings: Widths that an embedding may have, without zero points.
         gguf: Whether the engine reads GGUF files, whose types have their own grids: only widths are chosen.
         method: Rounding method of candidates that is closest to the engine's weights.
         format: Default export format.
@@ -58,6 +63,8 @@ class Engine:
     asymmetric_experts: bool = True
     floating: frozenset[str] = frozenset()
     floating_experts: frozenset[str] = frozenset()
+    floating_embeddings: frozenset[str] = frozenset()
+    packed_embeddings: frozenset[int] = frozenset()
     gguf: bool = False
     method: Literal["gptq", "rtn", "imatrix"] = "gptq"
     format: str = "compressed-tensors"
@@ -66,6 +73,29 @@ class Engine:
     def widths(self) -> tuple[int, ...]:
         """Default widths: all supported ones from 2 bits."""
         return tuple(sorted(width for width in self.symmetric_bits | self.asymmetric_bits if width > 1))
+
+    def embedding_options(
+        self, model_type: str, widths: Iterable[int], formats: Iterable[Format], group_size: int | None
+    ) -> set[Format]:
+        """Formats that the engine reads an embedding in: the given ones, or else all; none if it reads none.
+
+        Args:
+            model_type: The architecture.
+            widths: Widths of the linears.
+            formats: Further formats of the linears.
+            group_size: Columns that share a scale.
+        """
+        if self.packed_embeddings:
+            if model_type not in PACKED_EMBEDDINGS:
+                return set()
+            fitting = self.packed_embeddings & set(widths) or self.packed_embeddings
+            return {IntegerGrid(width, group_size, True) for width in fitting}
+        given: set[Format] = {each for each in formats if each.name in self.floating_embeddings}
+        return given | {FloatingPoint(name) for name in self.floating_embeddings & {"int8"}}
+
+    def reads_packed_head(self, model_type: str) -> bool:
+        """Whether the engine reads the packed output layer of an architecture."""
+        return not self.fused or model_type not in DENSE_HEADS
 
     def refusal(self, scheme: Format) -> str | None:
         """Reason why a scheme is unsupported; None if it is supported."""
@@ -97,6 +127,7 @@ ENGINES: dict[str, Engine] = {
             "no restrictions: all widths that can be packed",
             floating=_FLOATING,
             floating_experts=_FLOATING,
+            floating_embeddings=_BYTES,
         ),
         Engine(
             "transformers",
@@ -104,6 +135,7 @@ ENGINES: dict[str, Engine] = {
             experts="model",
             asymmetric_experts=False,
             floating=_FLOATING,
+            floating_embeddings=_BYTES,
         ),
         Engine(
             "vllm",
@@ -116,6 +148,7 @@ ENGINES: dict[str, Engine] = {
             asymmetric_experts=False,
             floating=_VLLM_FLOATING,
             floating_experts=_VLLM_FLOATING_EXPERTS,
+            packed_embeddings=frozenset({2, 4, 8}),
         ),
         Engine(
             "vllm-marlin",
@@ -128,6 +161,7 @@ ENGINES: dict[str, Engine] = {
             asymmetric_experts=False,
             floating=_MARLIN_FLOATING,
             floating_experts=_MARLIN_FLOATING - {"fp8"},
+            packed_embeddings=frozenset({4, 8}),
         ),
         Engine(
             "llamacpp",

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from rco.formats.base import Format
+from rco.formats.base import Format, TensorLayout
 from rco.formats.original import ORIGINAL
 from rco.models.moe.layers import stored_names
 
@@ -97,6 +97,16 @@ class LinearLike(Protocol):
     @property
     def stored_in(self) -> str:
         """Entry of the model's state dict that holds the weight; several experts share one."""
+        ...
+
+    @property
+    def twin(self) -> str | None:
+        """Name of the output layer that shares an embedding's weight."""
+        ...
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Buffers of an embedding beside its weight, such as a factor."""
         ...
 
 
@@ -191,18 +201,31 @@ def parse_size(size: int | str) -> int:
 
 
 def option_tensors(linear: LinearLike, option: Format) -> list[TensorSpec]:
-    """Tensors that store a linear's weight (its bias is stored unchanged)."""
+    """Tensors that store a linear's weight (its bias is stored unchanged).
+
+    Readers tie a tensor named ``weight`` by themselves; all others of a tied embedding are stored twice.
+    compressed-tensors expects the buffers of an embedding in the file, unless it is packed.
+    """
     shape = (linear.out_features, linear.in_features)
     layout = option.on(linear.in_features).layout(shape, linear.weight.dtype)
-    return [
-        TensorSpec(f"{linear.stored_name}.{name}", tensor.dtype, tensor.shape)
-        for name, tensor in layout.items()
-    ]
+    tensors = {f"{linear.stored_name}.{name}": tensor for name, tensor in layout.items()}
+    if linear.twin is not None:
+        tensors |= {f"{linear.twin}.{name}": tensor for name, tensor in layout.items() if name != "weight"}
+    if option != ORIGINAL and "weight" in layout:
+        tensors |= {
+            f"{linear.stored_name}.{name}": TensorLayout(buffer.dtype, tuple(buffer.shape))
+            for name, buffer in linear.buffers.items()
+        }
+    return [TensorSpec(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
 
 
 def option_bytes(linear: LinearLike, option: Format, layout: FileLayout) -> int:
     """Most bytes that an option adds to the files: data and header entries."""
-    return sum(spec.nbytes + spec.header_bytes(layout.digits) for spec in option_tensors(linear, option))
+    # The weight of a tied embedding may be stored under the name of the output layer.
+    longer = max(0, len(linear.twin or "") - len(linear.stored_name))
+    return longer + sum(
+        spec.nbytes + spec.header_bytes(layout.digits) for spec in option_tensors(linear, option)
+    )
 
 
 def weight_bits(linear: LinearLike, option: Format) -> int:
@@ -254,7 +277,7 @@ def distinct_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def fixed_tensors(
-    model: nn.Module, quantized: Collection[str], linears: Iterable[LinearLike] = ()
+    model: nn.Module, quantized: Collection[str], linears: Collection[LinearLike] = ()
 ) -> list[TensorSpec]:
     """Tensors that no choice changes: all but the weights of the named linears.
 
@@ -263,6 +286,9 @@ def fixed_tensors(
     """
     tensors, rename = stored_tensors(model, linears), stored_names(model)
     weights = {f"{rename(name)}.weight": name for name in quantized}
+    for linear in linears:
+        if linear.twin is not None and linear.name in quantized:
+            weights[f"{linear.twin}.weight"] = linear.twin
     known = {spec.name for spec in tensors} | {rename(name) for name in model.state_dict(keep_vars=True)}
     unknown = sorted(name for stored, name in weights.items() if stored not in known)
     if unknown:
@@ -271,7 +297,7 @@ def fixed_tensors(
 
 
 def fixed_bytes(
-    model: nn.Module, quantized: Collection[str], layout: FileLayout, linears: Iterable[LinearLike] = ()
+    model: nn.Module, quantized: Collection[str], layout: FileLayout, linears: Collection[LinearLike] = ()
 ) -> int:
     """Most bytes of the files apart from the weights of the named linears."""
     tensors = fixed_tensors(model, quantized, linears)
@@ -333,9 +359,12 @@ def allocation_tensors(
         for linear in linears
         if linear.name in options and options[linear.name] != ORIGINAL
     }
+    # A tied weight is stored under the first of its names.
+    owners = {linear.twin: linear.stored_name for linear in linears if linear.twin is not None}
     tensors: list[TensorSpec] = []
     for spec in stored_tensors(model, linears):
-        tensors += packed.pop(spec.name.removesuffix(".weight"), [spec])
+        name = spec.name.removesuffix(".weight")
+        tensors += packed.pop(name if name in packed else owners.get(name, name), [spec])
     for rest in packed.values():  # a tied output layer has its own tensor only if quantized
         tensors += rest
     return tensors

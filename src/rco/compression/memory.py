@@ -15,6 +15,7 @@ from rco.formats.removed import REMOVED
 from rco.formats.streaming import STREAM_SLOTS
 from rco.losses import LOGITS_BYTES, chunk_length
 from rco.models.capture import LoneBlockError, block_kinds, lone_block
+from rco.models.embeddings import EMBEDDING_ROLE
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.expert_pairs import expert_weights
@@ -182,7 +183,7 @@ def search_memory(
         return _removal_memory(loaded, tokens, dtype, checkpointing)
     width = dtype.itemsize
     parameters = sum(p.numel() for p in loaded.model.parameters())
-    own = sum(info.parameters for info in plan.packed_alone if info.role != "head")
+    own = sum(info.parameters for info in plan.packed_alone if info.role not in ("head", EMBEDDING_ROLE))
     per_linear = {
         info.name: sum(
             plan.format_of(info, option).memory_bytes(

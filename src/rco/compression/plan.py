@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar, get_args
 
 import numpy as np
@@ -22,7 +23,7 @@ from rco.formats.ggml.block_types import GGMLFormat
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
 from rco.formats.removed import REMOVED
-from rco.models.embeddings import EMBEDDING_ROLE
+from rco.models.embeddings import EMBEDDING_ROLE, embedding_obstacle
 from rco.models.layout import Layout, LinearInfo
 from rco.models.moe.finding import UnreadExperts
 from rco.models.moe.layers import MoELayer
@@ -38,6 +39,7 @@ __all__ = [
     "stored_width",
 ]
 
+_BYTES = FloatingPoint("int8")  # of embeddings alone, unless it is asked for
 ROLES = ("attention", "mlp", EXPERT_ROLE, "shared_expert", "outer", "head", EMBEDDING_ROLE)
 
 
@@ -102,7 +104,22 @@ class CompressionPlan:
 
     def fits(self, info: LinearInfo, option: Format) -> bool:
         """Whether a linear has a candidate for an option."""
-        return _divides(info, option) if self.target is None else self.target.fits(info, option)
+        if self.target is not None:
+            return self.target.fits(info, option)
+        return option in self._menus[info.role == EMBEDDING_ROLE] and _divides(info, option)
+
+    @cached_property
+    def _menus(self) -> dict[bool, frozenset[Format]]:
+        """Options of embeddings (True), and of all others."""
+        return {
+            embedding: frozenset(
+                option
+                for group in self.groups
+                if (group.members[0].role == EMBEDDING_ROLE) == embedding
+                for option in group.options
+            )
+            for embedding in (True, False)
+        }
 
     def label(self, option: Format) -> str:
         """Name of an option within the plan: bits of an integer grid if unique, else the format's name."""
@@ -110,8 +127,8 @@ class CompressionPlan:
             return "prune" if option == REMOVED else "keep"
         if self.target is not None:
             return option.name
-        plain = not isinstance(option, FloatingPoint) and self.widths.count(option.bits) == 1
-        return str(option.bits) if plain else option.name
+        same = [each for each in self.options if each.bits == option.bits and each.name != _BYTES.name]
+        return str(option.bits) if same == [option] and not isinstance(option, FloatingPoint) else option.name
 
     @property
     def allowed(self) -> np.ndarray:
@@ -237,7 +254,7 @@ def make_plan(
     ties: Sequence[str] = (),
     experts: ExpertGroups | None = None,
     allow_prune: bool = False,
-    embeddings: bool = False,
+    embeddings: bool | None = False,
     gguf: GGUFFile | None = None,
     unread: Sequence[UnreadExperts] = (),
     unpackable: Collection[str] = (),
@@ -246,7 +263,8 @@ def make_plan(
 
     Args:
         layout: The model's layout.
-        linears: All linears, the output layer last; it is included only with ``embeddings``, or if a lock names it.
+        linears: All linears, output layer and embedding last; the output layer is a group only with ``embeddings``,
+            or if a lock names it, the embedding only with ``embeddings``.
         widths: Widths to choose from; 16 keeps a linear unquantized. None: all that the engine supports, none if
             there are ``formats``.
         formats: Further formats to choose from. Linears whose rows do not divide into a format's groups do not get
@@ -260,7 +278,8 @@ def make_plan(
         ties: Comma-separated kinds, e.g. ``q_proj,k_proj,v_proj``, that share a width within a block.
         experts: Matrices of experts that share a width; None: those of one expert, or as the engine needs.
         allow_prune: Make removal an option of every expert; the problem keeps at least each router's top-k.
-        embeddings: Make the output layer a group, unless it shares its weight with the embedding.
+        embeddings: Make output layer and embedding groups, one if they share their weight; None: as far as the
+            engine reads them.
         gguf: The model's tensors in a GGUF file, for an engine that reads one.
         unread: Experts that could not be verified: unchanged, and counted in the budget.
         unpackable: Paths of linears that a packed checkpoint cannot hold: locked at 16 bits.
@@ -283,6 +302,8 @@ def make_plan(
     experts = _expert_groups(engine, experts, sparse=sparse, allow_prune=allow_prune)
     values: dict[str, int | Format] = {str(width): width for width in (*widths, ORIGINAL.bits)}
     values |= {each.name: each for each in (*formats, ORIGINAL)}
+    for_embeddings = engine.embedding_options(layout.model_type, widths, formats, group_size)
+    values |= {each.name: each for each in for_embeddings}
     locked = _parse_locks(locks, values, lambda pattern: _matching(pattern, "lock", linears))
     if engine.format == "compressed-tensors":
         for info in linears:
@@ -314,15 +335,18 @@ def make_plan(
     chosen: list[LinearInfo] = []
     skipped: list[str] = []
     for info in linears:
-        wanted = info.role != "head" or info.name in locked or (embeddings and not info.tied)
-        if info.role == "head" and info.name in locked and info.tied:
-            raise ValueError(
-                f"{info.name} shares its weight with the embedding, so it cannot be quantized; drop its lock."
-            )
-        if info.name in skipped_names or not wanted:
-            skipped.append(info.name)
+        end = info.role in ("head", EMBEDDING_ROLE)
+        if end and info.name not in skipped_names:
+            wanted = _takes_end(engine, layout, info, locked.get(info.name), for_embeddings, embeddings)
         else:
+            wanted = info.name not in skipped_names
+        if wanted:
             chosen.append(info)
+        else:
+            skipped.append(info.name)
+    # A tied output layer is the embedding's group.
+    grouped = {info.twin for info in chosen}
+    skipped = [name for name in skipped if name not in grouped]
     if engine.fused:
         for names in layout.fused_sets(linears):
             left = [name for name in names if name in skipped]
@@ -343,6 +367,10 @@ def make_plan(
     clusters = _clusters_of(layout, chosen, ties, fused=engine.fused, experts=experts)
     groups = []
     for members in clusters:
+        if members[0].role == EMBEDDING_ROLE:
+            info = members[0]
+            groups.append(_embedding_group(engine, info, locked.get(info.name), for_embeddings))
+            continue
         allowed = {option(locked[m.name]) for m in members if m.name in locked}
         if len(allowed) > 1:
             asked = ", ".join(sorted(each.name for each in allowed))
@@ -367,6 +395,74 @@ def make_plan(
         tuple(skipped),
         gguf,
         unread=tuple(unread),
+    )
+
+
+def _takes_end(
+    engine: Engine,
+    layout: Layout,
+    info: LinearInfo,
+    locked: int | Format | None,
+    options: Collection[Format],
+    asked: bool | None,
+) -> bool:
+    """Whether output layer or embedding becomes a group.
+
+    Raises:
+        ValueError: It is asked for, and the engine does not read it, or its computation is not known.
+    """
+    kept = locked in (ORIGINAL, ORIGINAL.bits)
+    if info.role == "head":
+        if locked is not None and info.tied:
+            raise ValueError(
+                f"{info.name} shares its weight with the embedding: lock the embedding instead "
+                "(`embeddings=True`, `lock='embedding=8'`)."
+            )
+        if info.tied or (locked is None and asked is False):
+            return False
+        if kept or engine.reads_packed_head(layout.model_type):
+            return True
+        obstacle = f"vLLM reads no packed output layer of {layout.model_type}"
+        instead = f"lock='{info.name}=16'"
+        asked = asked if locked is None else True
+    else:
+        if asked is False:
+            return False
+        unknown = embedding_obstacle(info)
+        if unknown is None and (kept or options):
+            return True
+        obstacle = unknown or f"vLLM reads no packed embedding of {layout.model_type}"
+        instead = "skip='embedding'" if unknown else "lock='embedding=16'"
+    if asked is None:
+        return False
+    raise ValueError(
+        f"{obstacle}: leave it as it is (`{instead}`), or use `serve='transformers'` (embedding at 8 bits) or "
+        "`format='gguf'`."
+    )
+
+
+def _embedding_group(
+    engine: Engine, info: LinearInfo, locked: int | Format | None, options: Collection[Format]
+) -> Group:
+    """The group of an embedding: its own formats and its original weight, or the one that a lock names."""
+    known = {option for option in options if _divides(info, option) and _whole_groups(info, option)}
+    open_to = _ordered({*known, ORIGINAL})
+    if locked is not None:
+        open_to = tuple(each for each in open_to if locked in (each, each.bits))
+    if not open_to:
+        names = ", ".join(each.name for each in _ordered({*known, ORIGINAL}))
+        raise ValueError(
+            f"{info.name}: `serve='{engine.name}'` reads an embedding as {names}, not as "
+            f"{locked.name if isinstance(locked, Format) else f'{locked} bits'}; change its lock."
+        )
+    return Group(info.name, (info,), open_to)
+
+
+def _whole_groups(info: LinearInfo, option: Format) -> bool:
+    """Whether groups of a grid divide a row, as packed checkpoints need."""
+    return (
+        not isinstance(option, IntegerGrid)
+        or info.in_features % option.columns_per_group(info.in_features) == 0
     )
 
 
@@ -639,7 +735,8 @@ def _matching(pattern: str, argument: str, linears: Sequence[LinearInfo]) -> lis
     if pattern in ROLES:
         found = [info for info in linears if info.role == pattern]
         if not found:
-            raise ValueError(f"`{argument}` {pattern!r}: the model has no linears of that role.")
+            hint = "; the embedding is a group with `embeddings=True`" if pattern == EMBEDDING_ROLE else ""
+            raise ValueError(f"`{argument}` {pattern!r}: the model has no linears of that role{hint}.")
         return found
     roles = ", ".join(dict.fromkeys(info.role for info in linears))
     return _named(pattern, argument, linears, "linear", f"; roles are {roles}")

@@ -108,7 +108,7 @@ class SwitchedModel:
         ):
             raise ValueError(
                 "autoquantize and autoscheme score linears alone, and experts or embeddings have a choice here: "
-                "lock them (`lock='experts=16'`), or take another method."
+                "lock them (`lock='experts=16'`), pass `embeddings=False`, or take another method."
             )
         return {
             name: each for name, each in self._linears.modules.items() if isinstance(each, SwitchableLinear)

@@ -24,6 +24,7 @@ from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoin
 from rco.formats.base import Format, Stored
 from rco.formats.floating import FloatingPoint
 from rco.formats.integer import IntegerGrid
+from rco.models.embeddings import EMBEDDING_ROLE, embedding_info
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.layers import stored_names
@@ -45,14 +46,15 @@ class CompressedTensorsExporter:
         """Write a model with packed weights, after a check that the engine would load it."""
         loaded, weights, engine = request.source, request.weights, request.engine
         linears = _linears(loaded, weights)
+        by_name = {info.name: info for info in linears}
         schemes = {name: packed.format for name, packed in weights.items()}
         check_exportable(linears, schemes)
-        by_name = {info.name: info for info in linears}
         for name, packed in weights.items():
             _check_weight(by_name[name], packed)
         rename = stored_names(loaded.model)
         state = {rename(name): (name, value) for name, value in distinct_state(loaded.model).items()}
         by_stored = {info.stored_name: info for info in linears}
+        by_stored |= {info.twin: info for info in linears if info.twin is not None and info.name in weights}
         tensors = allocation_tensors(loaded.model, linears, schemes)
 
         def fetch(stored: str) -> Tensor:
@@ -63,12 +65,15 @@ class CompressedTensorsExporter:
                 return parts[part]
             if stored in state:
                 return _in_memory(*state[stored], loaded)
+            if packed is not None:
+                return by_stored[linear].buffers[part]
             # One of several that are stacked in the model.
             return by_stored[stored.removesuffix(".weight")].weight
 
         quantization = quantization_config(loaded, schemes, patterns=True)
         described = {"model_type": loaded.layout.model_type, "quantization_config": quantization}
-        violations = validate_for_engine(described, engine, [info.name for info in linears])
+        named = [i.name for i in linears if i.role != EMBEDDING_ROLE or i.name in weights]
+        violations = validate_for_engine(described, engine, named)
         sparse = any(isinstance(info, ExpertLinear) for info in linears)
         # Experts that stock transformers cannot stack on loading are built by code in the checkpoint.
         stacked = one_scheme(linears, written_schemes(linears, schemes)) is not None
@@ -77,12 +82,13 @@ class CompressedTensorsExporter:
             violations.append("Its experts have several schemes, zero points, or are not named one by one.")
         if violations:
             raise ExportError(f"{engine} would not load this checkpoint: {' '.join(violations)}")
+        written = {spec.name for spec in tensors}
         changes: dict[str, Any] = {
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "quantization_config": quantization,
         }
-        if any(by_name[name].tied for name in weights):
-            # The output layer gets its own tensor, separate from the embedding.
+        if any(by_name[name].tied and f"{name}.weight" not in written for name in weights):
+            # The output layer gets its own tensors, separate from the embedding.
             changes["tie_word_embeddings"] = False
         if carries_code:
             changes.update(separate_experts_fields(loaded.model))
@@ -100,11 +106,14 @@ class CompressedTensorsExporter:
 
 
 def _linears(loaded: LoadedModel, quantized: Collection[str]) -> list[LinearInfo]:
-    """The model's linears; experts one by one only if some of them are quantized."""
-    plain = loaded.layout.linears(loaded.model, include_head=True)
+    """The model's linears and its embedding; experts one by one only if some of them are quantized."""
+    plain = [
+        *loaded.layout.linears(loaded.model, include_head=True),
+        embedding_info(loaded.layout, loaded.model),
+    ]
     if {info.name for info in plain}.issuperset(quantized):
         return plain
-    return model_linears(loaded.layout, loaded.model, include_head=True)
+    return model_linears(loaded.layout, loaded.model, include_head=True, include_embedding=True)
 
 
 def check_exportable(linears: Iterable[LinearInfo], schemes: Mapping[str, Format | Iterable[Format]]) -> None:
@@ -187,12 +196,18 @@ def quantization_config(
     """
     groups: dict[Format, list[str]] = {}
     linears = _linears(loaded, schemes)
-    written = written_schemes(linears, schemes)
+    twins = {info.twin: schemes[info.name] for info in linears if info.twin and info.name in schemes}
+    written = written_schemes(linears, {**schemes, **twins})
     for name, scheme in written.items():
         if isinstance(scheme, IntegerGrid | FloatingPoint):
             groups.setdefault(scheme, []).append(name)
     if not groups:
         return None
+    for info in linears:
+        scheme = written[info.name]
+        if info.role == EMBEDDING_ROLE and isinstance(scheme, IntegerGrid):
+            # vLLM, which alone reads packed embeddings, builds some without telling them their name.
+            groups[scheme].append("VocabParallelEmbedding")
     # Widest first. Without the code in the checkpoint, transformers unpacks all experts by the first scheme that
     # names any: too wide a scheme is an error of shapes, too narrow a scheme would load noise.
     ordered = sorted(groups, key=lambda scheme: (-scheme.bits, scheme.name))

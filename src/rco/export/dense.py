@@ -44,10 +44,11 @@ class DenseExporter:
     def export(self, request: ExportRequest) -> ExportSummary:
         """Write a model with some weights replaced."""
         loaded, weights, dtype = request.source, request.weights, self.dtype
-        listed = model_linears(loaded.layout, loaded.model, include_head=True)
+        listed = model_linears(loaded.layout, loaded.model, include_head=True, include_embedding=True)
         linears = {info.name: info for info in listed}
         _check_names(weights, linears)
-        tied = [name for name in weights if linears[name].tied]
+        # An output layer without its embedding; an embedding keeps its tie.
+        tied = [name for name in weights if linears[name].tied and linears[name].twin is None]
         experts = {name: linears[name] for name in weights if isinstance(linears[name], ExpertLinear)}
         state, places = _checkpoint_state(loaded, weights.keys() - set(tied) - experts.keys())
         places.update(_expert_places(state, [info for info in listed if isinstance(info, ExpertLinear)]))

@@ -20,6 +20,7 @@ from rco.export.exporter import ExportError, ExportRequest, ExportSummary, atomi
 from rco.formats.base import Format, Stored
 from rco.formats.integer import IntegerGrid
 from rco.formats.original import ORIGINAL
+from rco.models.embeddings import embedding_info
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
 from rco.models.moe.linears import ExpertLinear, model_linears
@@ -47,6 +48,11 @@ class Choice:
         found = model_linears(loaded.layout, loaded.model, include_head=True)
         linears = {info.name: info for info in found}
         unknown = sorted(weights.keys() - linears.keys())
+        if embedding_info(loaded.layout, loaded.model).name in unknown:
+            raise ExportError(
+                "A recipe gives no width to an embedding: search without it (`embeddings=False`), or take "
+                "`format='compressed-tensors'` or dense."
+            )
         if unknown:
             raise ExportError(f"The model has no linear {unknown[0]!r} to give a width to.")
         schemes = {name: weights[name].format if name in weights else ORIGINAL for name in linears}

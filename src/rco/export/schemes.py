@@ -90,7 +90,9 @@ def scheme_of(group: Mapping[str, Any]) -> Format | None:
     for each in _ALL:
         described = scheme_config(each)
         same = all(_same(group.get(part), described[part]) for part in ("weights", "input_activations"))
-        if same and group.get("format") in (None, described["format"]):
+        layout = group.get("format")
+        # Without a layout, 8-bit integers are packed.
+        if same and (layout == described["format"] or (layout is None and each.name != "int8")):
             return each
     weights = group["weights"]
     packed = weights.get("type", "int") == "int" and weights.get("strategy") in ("group", "channel")

@@ -60,6 +60,7 @@ _KINDS: dict[str, _Kind] = {
     "fp8-dynamic": _Kind("e4m3", "channel", "token"),
     "fp8-block": _Kind("e4m3", "block"),
     "fp8-block-dynamic": _Kind("e4m3", "block", "group128"),
+    "int8": _Kind("int8", "channel"),
     "int8-dynamic": _Kind("int8", "channel", "token"),
     "nvfp4": _Kind("e2m1", "group16"),
     "nvfp4-a4": _Kind("e2m1", "group16", "group16"),

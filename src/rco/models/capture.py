@@ -168,10 +168,13 @@ class BlockInputs:
             raise IndexError(
                 f"{len(self._blocks) - self.position} blocks have not been run yet; call advance() for each."
             )
-        result = torch.empty_like(self.hidden)
+        result = self.hidden.new_empty(0)
         for start in range(0, len(self.hidden), self._batch):
             rows = slice(start, start + self._batch)
-            result[rows] = _finished(self.model, self.layout, self.hidden[rows]).to(result.device)
+            part = _finished(self.model, self.layout, self.hidden[rows]).to(result.device)
+            if not start:  # its columns may be others than those between blocks
+                result = part.new_empty((*self.hidden.shape[:-1], part.shape[-1]))
+            result[rows] = part
         return result
 
 

@@ -18,7 +18,7 @@ from rco.models.layout import Layout, LinearInfo
 from rco.models.switchable_model import make_switchable
 from rco.models.zoo import ModelError
 
-__all__ = ["EMBEDDING_ROLE", "embedding_info", "switchable_ends"]
+__all__ = ["EMBEDDING_ROLE", "embedding_info", "embedding_obstacle", "switchable_ends"]
 
 EMBEDDING_ROLE = "embedding"
 
@@ -28,8 +28,19 @@ def embedding_info(layout: Layout, model: nn.Module) -> LinearInfo:
     module = layout.embedding(model)
     name = next(name for name, each in model.named_modules() if each is module)
     rows, columns = module.weight.shape
-    kind, tied = name.rpartition(".")[2], layout.head(model).tied
-    return LinearInfo(name, module, kind, EMBEDDING_ROLE, None, name, columns, rows, False, False, tied)
+    kind, head = name.rpartition(".")[2], layout.head(model)
+    twin = head.name if head.tied else None
+    return LinearInfo(
+        name, module, kind, EMBEDDING_ROLE, None, name, columns, rows, False, False, head.tied, twin
+    )
+
+
+def embedding_obstacle(info: LinearInfo) -> str | None:
+    """Reason why an embedding cannot be replaced by compressed versions of itself; None if it can."""
+    module: Any = info.module
+    if type(module).forward is nn.Embedding.forward or getattr(module, "embed_scale", None) is not None:
+        return None
+    return f"{info.name} is a {type(module).__name__}, whose computation is not known"
 
 
 def switchable_ends(
@@ -45,15 +56,12 @@ def switchable_ends(
         ModelError: The embedding is not a plain table, perhaps with a factor.
     """
     module: Any = info.module
-    scale = getattr(module, "embed_scale", None)
-    if type(module).forward is not nn.Embedding.forward and scale is None:
-        raise ModelError(
-            f"{info.name} is a {type(module).__name__}, whose computation is not known; leave it out (`skip`)."
-        )
+    obstacle = embedding_obstacle(info)
+    if obstacle is not None:
+        raise ModelError(f"{obstacle}; leave it out (`skip`).")
     found: dict[str, SwitchableEmbedding | SwitchableLinear] = {
-        info.name: SwitchableEmbedding(options, module.weight, scale)
+        info.name: SwitchableEmbedding(options, module.weight, getattr(module, "embed_scale", None))
     }
-    if info.tied:
-        head = layout.head(model)
-        found[head.name] = make_switchable(model.get_submodule(head.name), options, stream)
+    if info.twin is not None:
+        found[info.twin] = make_switchable(model.get_submodule(info.twin), options, stream)
     return found

@@ -22,7 +22,16 @@ from rco.models.sequences import whole_sequences
 from rco.models.skeleton import Tail, check_tail, head_input, inspect_blocks, read_at_start
 from rco.models.zoo import ModelError
 
-__all__ = ["FUSED", "HeadSpec", "Layout", "LinearInfo", "layout_for", "text_config"]
+__all__ = [
+    "DENSE_HEADS",
+    "FUSED",
+    "PACKED_EMBEDDINGS",
+    "HeadSpec",
+    "Layout",
+    "LinearInfo",
+    "layout_for",
+    "text_config",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,14 +42,16 @@ class LinearInfo:
         name: Full dotted name, as in the state dict without ``.weight``.
         module: The ``nn.Linear`` or ``Conv1D`` itself.
         kind: Short name shared by the same linear of every block, unique within a block (``q_proj``).
-        role: ``"attention"``, ``"mlp"``, ``"shared_expert"``, ``"experts"`` or ``"head"``.
+        role: ``"attention"``, ``"mlp"``, ``"shared_expert"``, ``"experts"``, ``"outer"``, ``"head"`` or
+            ``"embedding"``.
         block: Index of the block, None for the output layer.
         path: Dotted name inside the block (inside the model for the output layer).
         in_features: Columns of the weight as a map y = W x.
         out_features: Rows of it.
         transposed: The module stores W transposed, (in, out), as GPT-2 does.
         bias: Whether a bias is added.
-        tied: The weight is also the embedding's (output layer only).
+        tied: Embedding and output layer share this weight.
+        twin: Name of the output layer that shares an embedding's weight.
     """
 
     name: str
@@ -54,6 +65,7 @@ class LinearInfo:
     transposed: bool
     bias: bool
     tied: bool = False
+    twin: str | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -75,6 +87,11 @@ class LinearInfo:
     def stored_in(self) -> str:
         """Entry of the state dict that holds the weight."""
         return f"{self.name}.weight"
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Buffers of an embedding beside its weight, such as a factor."""
+        return dict(self.module.named_buffers(recurse=False)) if self.role == "embedding" else {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -372,6 +389,20 @@ FUSED: dict[str, tuple[tuple[str, ...], ...]] = dict(_fused())
 As in ``packed_modules_mapping`` of vLLM's models (commit a014e35f38c, August 2026); its transformers backend, which
 serves ``olmo``, ``olmo2``, ``smollm3``, ``starcoder2`` and ``vaultgemma``, merges the same ones.
 """
+
+
+PACKED_EMBEDDINGS = frozenset(
+    {
+        "apertus", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone4", "gemma3_text", "glm4_moe_lite",
+        "granite", "llama", "minimax_m2", "mistral", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    }
+)  # fmt: skip
+"""Architectures whose embedding vLLM reads in packed codes: its models that hand it the config (0.32)."""
+
+DENSE_HEADS = frozenset(
+    {"afmoe", "bloom", "exaone_moe", "falcon_h1", "gpt_oss", "jamba", "opt", "qwen3_next"}
+)
+"""Architectures whose output layer vLLM reads unpacked alone: its models that do not hand it the config (0.32)."""
 
 
 def _fused_paths(model_type: str, paths: Sequence[str]) -> tuple[tuple[str, ...], ...] | None:

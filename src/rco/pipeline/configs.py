@@ -300,8 +300,8 @@ class QuantizeConfig(CompressConfig):
 
     embeddings: bool | None = setting(
         None,
-        help="Also choose a width for the output layer, unless it shares its weight with the embedding; default: "
-        "for `size` with `serve` any or transformers.",
+        help="Also choose a format for the token embedding and the output layer, one for both if they share their "
+        "weight; default: for `size`, as far as the engine reads them.",
         panel="Candidates",
     )
 
@@ -370,11 +370,11 @@ class QuantizeConfig(CompressConfig):
         return 1.0 if self.prior == "weight-error" else _STRENGTH
 
     @property
-    def packs_head(self) -> bool:
-        """Whether the output layer is a group, default resolved."""
+    def packs_ends(self) -> bool | None:
+        """Whether embedding and output layer are groups; None: as far as the engine reads them."""
         if self.embeddings is not None:
             return self.embeddings
-        return self.size is not None and self.serve in ("any", "transformers")
+        return None if self.size is not None and self.serve != "llamacpp" else False
 
     @property
     def mixes(self) -> list[str]:

@@ -173,7 +173,14 @@ def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
     if engine.name == "gguf":
         ends = {"include_head": True, "include_embedding": True}
         return _plan_gguf(config, loaded, model_linears(loaded.layout, loaded.model, **ends))
-    linears = model_linears(loaded.layout, loaded.model, include_head=True)
+    # A recipe gives no width to an embedding.
+    packable = export_format(config) in ("compressed-tensors", "dense", "none") and not engine.gguf
+    linears = model_linears(
+        loaded.layout,
+        loaded.model,
+        include_head=True,
+        include_embedding=packable and config.packs_ends is not False,
+    )
     if config.types is not None or config.imatrix is not None or config.method == "imatrix":
         raise ValueError(
             f"`types`, `imatrix` and `method='imatrix'` are for GGUF files: add `format='gguf'`, got "
@@ -199,7 +206,7 @@ def plan_groups(config: CompressConfig, loaded: LoadedModel) -> CompressionPlan:
         ties=config.tie,
         experts=_expert_groups(config),
         allow_prune=config.allow_prune,
-        embeddings=config.packs_head,
+        embeddings=config.packs_ends,
         gguf=GGUFFile.of(loaded.layout, loaded.model) if engine.gguf else None,
         unread=unread_experts(loaded.model),
         unpackable=loaded.layout.unpackable(loaded.model),
@@ -391,7 +398,11 @@ def _check_export(config: CompressConfig, loaded: LoadedModel, plan: Compression
     if isinstance(config, QuantizeConfig):
         check_recipe(check_format(format, plan.engine, pruned=config.allow_prune), loaded, plan)
         if format == "compressed-tensors":
-            schemes = {i.name: [plan.format_of(i, option) for option in plan.packed] for i in plan.linears}
+            schemes = {
+                info.name: [plan.format_of(info, option) for option in group.options if option in plan.packed]
+                for group in plan.groups
+                for info in group.members
+            }
             check_exportable(plan.linears, schemes)
 
 
