@@ -79,11 +79,13 @@ def saved_bytes_per_token(
     try:
         return _measured_bytes(loaded, linears, dtype, gated)
     except LoneBlockError:
-        # Input and output of every linear that a token visits, and as much again for all else.
+        # Input and output of every linear that a token visits, and as much again for all else. The loss takes
+        # logits in chunks, and rows of the embedding are the input of the first block.
         numbers = sum(
             (info.in_features + info.out_features)
             * (info.layer.top_k / info.layer.num_experts if isinstance(info, ExpertLinear) else 1)
             for info in linears
+            if info.role not in ("head", EMBEDDING_ROLE)
         )
         return 2.0 * dtype.itemsize * numbers
 
