@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rco.cli import main
@@ -186,6 +187,30 @@ def test_a_size_is_the_size_of_the_files(tmp_path):
         assert budget["effective"] == f"{asked:,} bytes"
         assert "bytes that no choice changes" in (out / "report.html").read_text()
     assert load_model(out / "model").dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "budget", ["--size=400KB", pytest.param("--bpw=11.5", marks=pytest.mark.slow)], ids=["size", "bpw"]
+)
+def test_a_tied_embedding_is_a_group(tmp_path, budget):
+    """In a small model it is most of the file: with 16 bits the size could not be reached."""
+    folder = save_tiny("llama", tmp_path / "model", tie_word_embeddings=True, **SMALL)
+    out = tmp_path / "run"
+    asked = [budget] if "size" in budget else [budget, "--embeddings"]
+    assert main(["quantize", str(folder), *asked, "--out", str(out), *QUICK, "--method=rtn"]) == 0
+    metrics = json.loads((out / "metrics.json").read_text())
+    written = sum(os.path.getsize(path) for path in (out / "model").glob("*.safetensors"))
+    certificate = metrics["certificate"]
+    if "size" in budget:
+        assert written == certificate["used"] <= metrics["budget"]["used_units"] <= 400_000
+    else:
+        assert certificate["used"] == metrics["budget"]["used_units"] <= Fraction(certificate["allowed"])
+    state = load_file(out / "model" / "model.safetensors")
+    assert state["model.embed_tokens.weight"].dtype == torch.int8
+    check_logits(out, torch.arange(24)[None] * 31 % 8192)
+    reloaded = load_model(out / "model").model
+    assert torch.equal(reloaded.lm_head.weight, reloaded.model.embed_tokens.weight)
 
 
 def _range(folder):

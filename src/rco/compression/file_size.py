@@ -236,8 +236,9 @@ def weight_bits(linear: LinearLike, option: Format) -> int:
 
 def stored_bits(linear: LinearLike, option: Format) -> int:
     """Bits of codes, scales and zero points as stored; the two numbers of ``weight_shape`` are not counted."""
+    uncounted = {"weight_shape", *linear.buffers}
     tensors = option_tensors(linear, option)
-    return 8 * sum(spec.nbytes for spec in tensors if not spec.name.endswith(".weight_shape"))
+    return 8 * sum(spec.nbytes for spec in tensors if spec.name.rpartition(".")[2] not in uncounted)
 
 
 # ---------------------------------------------------------------------- everything else

@@ -102,6 +102,7 @@ def average_bits(
     folder: str | Path,
     linears: Collection[str] | None = None,
     stacked: Mapping[str, tuple[str, int]] | None = None,
+    twins: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Bits per weight of a compressed-tensors checkpoint, from the shapes of its packed tensors.
 
@@ -110,6 +111,7 @@ def average_bits(
         linears: Names of the linears to average over, including unquantized ones; None for all quantized ones.
         stacked: Linears among them that may be part of a larger tensor: its name, and their number of elements in
             it. Unquantized experts are stored like this.
+        twins: Embeddings among them, and the output layer that shares the weight of each: what it stores counts.
 
     Returns:
         ``parameters``, ``weight_bits`` and ``average_bits`` (codes alone), ``stored_bits`` and
@@ -130,6 +132,9 @@ def average_bits(
         else _one(name, entries, declared(name))
         for name in names
     }
+    for name, twin in (twins or {}).items():
+        copies = (entries.get(f"{twin}.{part}") for part in ("weight_packed", *_SCALES))
+        tensors[name]["stored_bits"] += 8 * sum(entry.nbytes for entry in copies if entry is not None)
     parameters = sum(entry["parameters"] for entry in tensors.values())
     weight = sum(entry["weight_bits"] for entry in tensors.values())
     stored = sum(entry["stored_bits"] for entry in tensors.values())

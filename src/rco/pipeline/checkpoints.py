@@ -30,7 +30,7 @@ from rco.models.gguf_file import GGUFReader
 from rco.models.gguf_names import gguf_names
 from rco.models.loading import LoadedModel, load_model
 from rco.models.moe.layers import moe_layers, stored_names
-from rco.models.moe.linears import model_linears
+from rco.models.moe.linears import ExpertLinear, model_linears
 from rco.models.precision import computing_in
 
 if TYPE_CHECKING:
@@ -242,8 +242,14 @@ def _certify_bits(planned: Planned, allocation: Allocation, folder: Path) -> dic
     backend, budget = planned.compression, planned.budget
     rename = stored_names(backend.loaded.model)
     written = {rename(name): info for name, info in backend.written_names(allocation).items()}
-    stacked = {name: (rename(info.stored_in), info.parameters) for name, info in written.items()}
-    bits = average_bits(folder, list(written), stacked)
+    twins = {name: info.twin for name, info in written.items() if info.twin is not None}
+    # Parts of larger tensors, and a tied weight under its other name.
+    stacked = {
+        name: (rename(info.stored_in), info.parameters)
+        for name, info in written.items()
+        if isinstance(info, ExpertLinear)
+    } | {name: (f"{twin}.weight", written[name].parameters) for name, twin in twins.items()}
+    bits = average_bits(folder, list(written), stacked, twins)
     counted = backend.costs(budget.kind)
     if budget.kind == "size":
         used, allowed = size["bytes"], budget.amount
