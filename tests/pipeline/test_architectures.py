@@ -92,7 +92,8 @@ def test_only_the_language_part_of_a_model_with_images_is_quantized(tmp_path):
     written = quantize(loaded, tmp_path)
     names = [info.name for info in written["plan"].linears]
     assert names
-    assert all(name.startswith("model.language_model.layers.") for name in names)
+    assert all(name.startswith(("model.language_model.", "lm_head")) for name in names)
+    assert written["embedding"]
     (found,) = load_elsewhere([tmp_path / "model"], "AutoModelForImageTextToText")
     assert found["error"] is None, found["error"]
     assert found["class"] == type(model).__name__
