@@ -352,10 +352,10 @@ class CallableObjective(Objective):
 
     def losses_and_gradients(self, requests: Iterable[Request]) -> list[Answer]:
         """The losses and gradients, in one call of a batched function."""
-        gates = [gates.detach() for gates, _ in requests]
+        gates = [gates for gates, _ in requests]
         if not self._batched:
-            return [self._with_gradient(each) for each in gates]
-        leaf = torch.stack(gates).requires_grad_()
+            return [self._with_gradient(each.detach()) for each in gates]
+        leaf = torch.stack(gates).detach().requires_grad_()
         losses = self._values(leaf)
         (gradients,) = torch.autograd.grad(_differentiable(losses).sum(), leaf)
         return list(zip(losses.detach().tolist(), gradients, strict=True))
@@ -364,9 +364,11 @@ class CallableObjective(Objective):
         leaf = gates.requires_grad_()
         loss = self._scalar(self._call(leaf))
         (gradient,) = torch.autograd.grad(_differentiable(loss), leaf)
-        return float(loss.detach()), gradient
+        return loss.item(), gradient
 
     def _call(self, gates: Tensor) -> Any:
+        if self._dtype == gates.dtype and self._device == gates.device:
+            return self._loss(gates)
         if self._dtype is not None:
             return self._loss(gates.to(self._device, self._dtype))
         try:
@@ -392,7 +394,7 @@ class CallableObjective(Objective):
                 f"The loss must be one number, got shape {tuple(loss.shape)}; reduce it, for example by sum(), or "
                 "give batched=True if it takes gates (B, N, K) and returns (B,)."
             )
-        return loss.reshape(())
+        return loss if loss.dim() == 0 else loss.reshape(())
 
     def _values(self, gates: Tensor) -> Tensor:
         found = self._call(gates)
