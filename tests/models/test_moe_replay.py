@@ -7,8 +7,8 @@ import torch
 
 from rco.export.pruned_experts import export_pruned, load_pruned
 from rco.models.moe.decisions import watch_decisions
+from rco.models.moe.expert_discovery import find_layers
 from rco.models.moe.expert_removal import keep_plan, prune_experts
-from rco.models.moe.finding import find_layers
 from rco.models.moe.gates import expert_gates
 from rco.models.moe.layers import MOE_ARCHITECTURES, UnsupportedMoEError, moe_layers
 from rco.models.moe.routing import route

@@ -2,7 +2,7 @@
 
 Everything else that deals with experts (gates, scores, physical pruning, export) takes the location of
 routers and experts and the routing rule from this module; no other module refers to an architecture by name.
-Architectures without a table row are read off the module tree (:mod:`rco.models.moe.finding`).
+Architectures without a table row are read off the module tree (:mod:`rco.models.moe.expert_discovery`).
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
     config: Any = model.config
     text = text_config(config)
     if text.model_type not in MOE_ARCHITECTURES:
-        from rco.models.moe.finding import find_layers
+        from rco.models.moe.expert_discovery import find_layers
 
         layers, unread = find_layers(model)
         if not layers:

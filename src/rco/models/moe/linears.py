@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rco.models.embeddings import embedding_info
 from rco.models.layout import Layout, LinearInfo, text_config
-from rco.models.moe.finding import UnreadExperts, find_layers
+from rco.models.moe.expert_discovery import UnreadExperts, find_layers
 from rco.models.moe.layers import MOE_ARCHITECTURES, PROJECTIONS, MoELayer, Projection, moe_layers
 
 __all__ = [

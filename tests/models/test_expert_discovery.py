@@ -9,9 +9,9 @@ from rco.compression.budget import Budget
 from rco.compression.compression import Compression
 from rco.compression.plan import make_plan
 from rco.models.loading import wrap_model
-from rco.models.moe import finding
+from rco.models.moe import expert_discovery
 from rco.models.moe.decisions import watch_decisions
-from rco.models.moe.finding import find_layers
+from rco.models.moe.expert_discovery import find_layers
 from rco.models.moe.layers import MOE_ARCHITECTURES, moe_layers
 from rco.models.moe.linears import model_linears, unread_experts
 from rco.testing.tiny_models import tiny_model, tiny_moe, tiny_tokens
@@ -91,4 +91,4 @@ def test_unverified_experts_count_in_the_budget():
 def test_names_of_projections_come_from_transformers():
     assert find_layers(tiny_model("minimax"))[0][0].architecture.projections == ("w1", "w3", "w2")
     assert not find_layers(tiny_model("granitemoe"))[0][0].architecture.separable
-    assert finding._TOLERANCE < 1e-3
+    assert expert_discovery._TOLERANCE < 1e-3
