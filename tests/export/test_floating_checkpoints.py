@@ -21,7 +21,7 @@ from rco.formats.original import ORIGINAL
 from rco.models.loading import wrap_model
 from rco.testing.tiny_models import tiny_model
 
-NAMES = FloatingPoint.names()
+NAMES = tuple(FloatingPoint.listed())
 PRESETS = {
     "fp8-dynamic": "FP8_DYNAMIC",
     "fp8-block-dynamic": "FP8_BLOCK",

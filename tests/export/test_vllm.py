@@ -162,7 +162,7 @@ def test_vllm_computes_what_was_evaluated(answered, menu):
     assert torch.cat(differences).mean() < 1.5 * unit.mean() + 0.01
     assert torch.cat(differences).max() < 3 * unit.max() + 0.1
     assert torch.cat(behind).max() < unit.max() + 0.15  # its greedy token is ours, or nearly as likely
-    rounded = any(getattr(parse(name), "rounds_inputs", False) for name in MENUS[menu])
+    rounded = any(parse(name).rounds_inputs for name in MENUS[menu])
     assert same >= (0.6 if rounded else 0.9) * NEW * len(prompts)
 
 

@@ -1,6 +1,7 @@
 """Every family of formats, and the one that the documentation adds, satisfies the contract."""
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from rco import formats, registry
+from rco.cli import main
 from rco.compression.budget import Budget
 from rco.compression.compression import Compression
 from rco.compression.plan import make_plan
@@ -24,7 +26,7 @@ from rco.models.loading import wrap_model
 from rco.models.moe.linears import model_linears
 from rco.testing import check_format
 from rco.testing.format_checks import random_weight
-from rco.testing.tiny_models import tiny_model
+from rco.testing.tiny_models import save_tiny, tiny_model
 
 NAMES = {
     "integer": [
@@ -35,15 +37,20 @@ NAMES = {
         "int5-g5-sym",
         "int8-channel",
     ],
-    "original": ["original"],
     "removed": ["removed"],
+}
+ELSEWHERE = ("ggml", "ggml-float", "floating")  # with their engines, in test_ggml.py and test_floating.py
+# Families that need no more than the contract: a line in the table is enough.
+NAMES |= {
+    family: list(registry.load(registry.FORMATS, family, "format family").listed())
+    for family in registry.FORMATS
+    if family not in (*NAMES, *ELSEWHERE)
 }
 DOCUMENT = Path(__file__).parents[2] / "docs" / "add_a_format.md"
 
 
 def test_every_family_is_checked():
-    # Those of ggml are checked in test_ggml.py, floating-point ones in test_floating.py.
-    assert {*NAMES, "ggml", "ggml-float", "floating"} == registry.FORMATS.keys()
+    assert {*NAMES, *ELSEWHERE} == registry.FORMATS.keys()
     for family, names in NAMES.items():
         assert {type(formats.parse(name)).family for name in names} == {family}
 
@@ -196,6 +203,26 @@ def test_a_search_runs_over_the_documents_format(ternary, tmp_path):
     torch.testing.assert_close(written(tokens).logits, expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match=r"vllm takes the formats .*, not ternary"):
         make_plan(loaded.layout, linears, serve="vllm", widths=[3, 4], formats=[module.Ternary()])
+
+
+def test_a_command_lists_and_takes_the_documents_format(ternary, tmp_path, capsys):
+    """One file and one line: the listing, the flag, the search and the checkpoint come with them."""
+    assert main(["ls", "storage", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ternary"] == "-scale, 0 or scale, one scale per row"
+    source = save_tiny("llama", tmp_path / "source")
+    job = [
+        "quantize", source, "--bits=2.8", "--formats=ternary", "--widths=3,4", "--group-size=16", "--data=en_prose",
+        "--sequences=4", "--selection=2", "--evaluation=2", "--length=16", "--sensitivity=2", "--steps=2",
+        "--samples=2", "--refine=1", "--tune=off", "--device=cpu", "--quiet",
+    ]  # fmt: skip
+    job = [str(part) for part in job]
+    assert main([*job, "--format=dense", "--out", str(tmp_path / "run")]) == 0, capsys.readouterr().err
+    found = json.loads((tmp_path / "run" / "allocation.json").read_text())["allocation"]
+    assert found["options"] == ["ternary", "3", "4"]
+    assert 0 in found["choices"]
+    assert main([*job, "--out", str(tmp_path / "none")]) == 1
+    assert "ternary, which compressed-tensors does not have" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 def test_at_most_one_option_of_another_family_is_dense_at_a_time(ternary, monkeypatch):

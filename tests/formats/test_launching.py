@@ -4,13 +4,18 @@ import sys
 import types
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 
 import rco.formats
+from rco.formats.base import AdamState, AdamStep
+from rco.formats.integer import PackedWeight
 
-KERNELS = ("integer_kernels_triton", "integer_kernels_bfloat16", "gptq_kernels_triton")
+KERNELS = (
+    "integer_kernels_triton", "integer_kernels_bfloat16", "gptq_kernels_triton", "tuning_kernels_triton",
+)  # fmt: skip
 
 
 class Language(types.ModuleType):
@@ -79,7 +84,7 @@ def launches(monkeypatch, fresh):
 
 def test_every_kernel_is_launched_where_its_matrix_is(launches):
     rows, cols, here = 4, 128, torch.device("cpu")
-    general, regular, candidates = (getattr(launches, name) for name in KERNELS)
+    general, regular, candidates, tuning = (getattr(launches, name) for name in KERNELS)
     codes, scales = torch.zeros(rows, 16, dtype=torch.int32), torch.ones(rows, 1, dtype=torch.bfloat16)
     operand, out = general.Operand(codes, scales, None, 4), torch.zeros(rows, cols, dtype=torch.bfloat16)
     for module in (general, regular):
@@ -97,7 +102,23 @@ def test_every_kernel_is_launched_where_its_matrix_is(launches):
     groups = torch.zeros(cols, dtype=torch.int64)
     candidates.columns(weight, square, 0, groups, 4, torch.bfloat16, scales, zeros, written, losses)
     candidates.descend(weight, square, 0, cols, 4, torch.bfloat16, scales, zeros, written, losses)
-    assert launches.found == [here] * 8
+
+    weight = PackedWeight(codes, scales.float(), None, 4, (rows, cols), cols)
+    offsets, moments = torch.zeros(rows, cols), (torch.zeros(1), torch.zeros(1))
+    kernels = tuning.GridKernels(weight, scales, written, offsets)
+    kernels.gradients(out)
+    kernels.decode(out)
+    state = dict.fromkeys(("offsets", "scales"), AdamState(moments, 0.1))
+    kernels.adam(out, out, state, AdamStep(torch.ones(3), torch.tensor(0), (0.9, 0.999), 1e-8))
+    assert launches.found == [here] * 11
+
+
+def test_every_file_of_kernels_is_seen_here():
+    folder = Path(rco.formats.__file__).parent
+    launching = {
+        file.stem for file in folder.rglob("*.py") if "triton.jit" in file.read_text(encoding="utf-8")
+    }
+    assert launching == set(KERNELS)
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2])

@@ -56,9 +56,9 @@ def ls(
 
 
 def _storage() -> dict[str, str]:
-    from rco.formats.floating import FloatingPoint
+    from rco import formats
 
-    return {name: FloatingPoint(name).summary for name in FloatingPoint.names()}
+    return formats.listed()
 
 
 def _models() -> dict[str, str]:

@@ -37,8 +37,9 @@ quantize = command_from_config(QuantizeConfig, _quantize)
 
 
 def _describe(planned: Planned) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    from rco.formats.floating import FloatingPoint
     from rco.formats.integer import IntegerGrid
+    from rco.formats.original import ORIGINAL
+    from rco.formats.removed import REMOVED
     from rco.models.embeddings import EMBEDDING_ROLE
 
     plan, problem, budget = planned.compression.plan, planned.problem, planned.budget
@@ -48,8 +49,9 @@ def _describe(planned: Planned) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         embedding = next((group for group in plan.groups if group.members[0].role == EMBEDDING_ROLE), None)
         offered = {option for group in plan.groups if group is not embedding for option in group.options}
         options = tuple(option for option in options if option in offered)
-    types = plan.block_types or [option.name for option in options if isinstance(option, FloatingPoint)]
-    integers = not plan.block_types and any(isinstance(option, IntegerGrid) for option in options)
+    grids = [option for option in options if isinstance(option, IntegerGrid)]
+    others = [option.name for option in options if option not in (*grids, ORIGINAL, REMOVED)]
+    types, integers = plan.block_types or others, bool(grids) and not plan.block_types
     grid = None if not integers else "symmetric" if plan.symmetric else "asymmetric"
     data = {
         "groups": problem.num_groups,

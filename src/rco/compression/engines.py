@@ -19,7 +19,7 @@ ExpertGroups = Literal["expert", "projection", "layer", "layer-projection", "mod
 projection of all experts of a layer; all experts."""
 
 _PACKED = frozenset(range(1, 9))  # widths of the format
-_FLOATING = frozenset(FloatingPoint.names())
+_FLOATING = frozenset(FloatingPoint.listed())
 # vLLM has one scheme for MXFP4 and one for MXFP8, which round inputs on GPUs that can: weights alone are no option.
 # E4M3 blocks with unrounded inputs fail an assertion at loading (0.32). Of 8-bit integers it reads packed ones.
 _VLLM_FLOATING = _FLOATING - {"mxfp4", "mxfp8", "fp8-block", "int8"}

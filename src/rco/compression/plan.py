@@ -25,7 +25,7 @@ from rco.formats.original import ORIGINAL
 from rco.formats.removed import REMOVED
 from rco.models.embeddings import EMBEDDING_ROLE, embedding_obstacle
 from rco.models.layout import Layout, LinearInfo
-from rco.models.moe.finding import UnreadExperts
+from rco.models.moe.expert_discovery import UnreadExperts
 from rco.models.moe.layers import MoELayer
 from rco.models.moe.linears import EXPERT_ROLE, ExpertLinear
 
@@ -128,7 +128,8 @@ class CompressionPlan:
         if self.target is not None:
             return option.name
         same = [each for each in self.options if each.bits == option.bits and each.name != _BYTES.name]
-        return str(option.bits) if same == [option] and not isinstance(option, FloatingPoint) else option.name
+        plain = isinstance(option, IntegerGrid) or option in (ORIGINAL, REMOVED)
+        return str(option.bits) if plain and same == [option] else option.name
 
     @property
     def allowed(self) -> np.ndarray:
@@ -571,9 +572,7 @@ def _divides(info: LinearInfo, option: Format) -> bool:
     if not option.fits(info.in_features):
         return False
     # The experts of a layer are stacked, and a block of rows must not reach into the next one.
-    if isinstance(info, ExpertLinear) and isinstance(option, FloatingPoint):
-        return info.out_features % option.rows_per_scale == 0
-    return True
+    return not isinstance(info, ExpertLinear) or info.out_features % option.rows_per_scale == 0
 
 
 def _fitting(
@@ -607,10 +606,9 @@ def _fitting(
 
 
 def _takes(engine: Engine, info: LinearInfo, option: Format, merged: int) -> bool:
-    if not isinstance(option, FloatingPoint):
-        return True
     if isinstance(info, ExpertLinear):
-        if option.rounds_inputs or option.name not in engine.floating_experts:
+        unknown = isinstance(option, FloatingPoint) and option.name not in engine.floating_experts
+        if option.rounds_inputs or unknown:
             return False
     elif engine.fused and merged > 1 and info.out_features % option.rows_per_scale:
         return False  # a block of rows would lie in two of the merged matrices
@@ -618,16 +616,17 @@ def _takes(engine: Engine, info: LinearInfo, option: Format, merged: int) -> boo
 
 
 def _obstacle(engine: Engine, members: Sequence[LinearInfo], option: Format) -> str:
-    """Reason why a group cannot take a floating-point format."""
-    assert isinstance(option, FloatingPoint)
+    """Reason why a group cannot take a format."""
     info = members[0]
-    if not isinstance(info, ExpertLinear) or option.name in engine.floating_experts:
-        if isinstance(info, ExpertLinear) and option.rounds_inputs:
+    if isinstance(info, ExpertLinear):
+        if isinstance(option, FloatingPoint) and option.name not in engine.floating_experts:
+            return f"{engine.name} does not load experts in {option.name}"
+        if option.rounds_inputs:
             return f"{option.name} rounds inputs, and a search does not round those of stacked experts"
-        size, rows = option.group_size(info.in_features), option.rows_per_scale
-        blocks = f", or blocks of {rows} rows," if rows > 1 else ""
-        return f"{option.name} has groups of {size} columns{blocks} that do not divide it"
-    return f"{engine.name} does not load experts in {option.name}"
+    rows = option.rows_per_scale
+    blocks = f", or blocks of {rows} rows," if rows > 1 else ""
+    size = f" {option.group_size(info.in_features)}" if isinstance(option, FloatingPoint) else ""
+    return f"{option.name} has groups of{size} columns{blocks} that do not divide it"
 
 
 def _check_expert_rows(engine: Engine, experts: Sequence[LinearInfo], group_size: int | None) -> None:

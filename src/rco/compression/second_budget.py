@@ -14,7 +14,6 @@ import numpy as np
 from rco.compression.plan import CompressionPlan
 from rco.core.exact import exact_number
 from rco.formats.base import Format
-from rco.formats.floating import FloatingPoint
 from rco.formats.original import ORIGINAL
 from rco.formats.removed import REMOVED
 from rco.models.layout import LinearInfo
@@ -93,8 +92,7 @@ class SecondBudget:
         if option == REMOVED:
             return Fraction(0)
         if self.table is None:
-            rounded = isinstance(option, FloatingPoint) and option.rounds_inputs
-            return Fraction(info.parameters * (option.bits if rounded else ORIGINAL.bits))
+            return Fraction(info.parameters * (option.bits if option.rounds_inputs else ORIGINAL.bits))
         for key in ((info.name, option.name), (info.name, plan.label(option)), (info.kind, option.name),
                     (info.kind, plan.label(option))):  # fmt: skip
             if key in self.table:

@@ -24,6 +24,8 @@ from rco.export.writer import expected_bytes, verify_checkpoint, write_checkpoin
 from rco.formats.base import Format, Stored
 from rco.formats.floating import FloatingPoint
 from rco.formats.integer import IntegerGrid
+from rco.formats.original import ORIGINAL
+from rco.formats.removed import REMOVED
 from rco.models.embeddings import EMBEDDING_ROLE, embedding_info
 from rco.models.layout import LinearInfo
 from rco.models.loading import LoadedModel
@@ -133,8 +135,13 @@ def check_exportable(linears: Iterable[LinearInfo], schemes: Mapping[str, Format
             raise ExportError(f"The model has no linear {name!r} to give a packed weight to.")
         for scheme in [options] if isinstance(options, Format) else options:
             written = scheme.on(info.in_features)
-            if not isinstance(written, IntegerGrid | FloatingPoint):
+            if written in (ORIGINAL, REMOVED):
                 continue
+            if not isinstance(written, IntegerGrid | FloatingPoint):
+                raise ExportError(
+                    f"{name} may be stored in {written.name}, which compressed-tensors does not have; export this "
+                    "model with the format 'dense'."
+                )
             if info.transposed:
                 raise ExportError(
                     f"{name} is a {type(info.module).__name__}, and compressed-tensors packs nn.Linear only; "

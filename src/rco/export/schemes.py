@@ -15,7 +15,7 @@ from rco.formats.integer import IntegerGrid
 __all__ = ["check_type", "scheme_config", "scheme_of"]
 
 PACKED = "pack-quantized"
-_ALL = tuple(FloatingPoint(name) for name in FloatingPoint.names())
+_ALL = tuple(FloatingPoint(name) for name in FloatingPoint.listed())
 
 
 def check_type(scheme: Format, dtype: torch.dtype) -> None:

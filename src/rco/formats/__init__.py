@@ -6,7 +6,7 @@ family is one file here and one line in :data:`rco.registry.FORMATS`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rco import registry
@@ -16,7 +16,17 @@ if TYPE_CHECKING:
 
     from rco.formats.base import Encoded, EncodeSettings, Format
 
-__all__ = ["encode_all", "parse"]
+__all__ = ["encode_all", "listed", "parse"]
+
+
+def _families() -> Iterator[type[Format]]:
+    for family in registry.FORMATS:
+        yield registry.load(registry.FORMATS, family, "format family")
+
+
+def listed() -> dict[str, str]:
+    """Names of the formats that users choose by name, those of all families, with a line on each."""
+    return {name: line for family in _families() for name, line in family.listed().items()}
 
 
 def parse(name: str) -> Format:
@@ -25,8 +35,8 @@ def parse(name: str) -> Format:
     Raises:
         ValueError: No family has a format of that name.
     """
-    for family in registry.FORMATS:
-        found: Format | None = registry.load(registry.FORMATS, family, "format family").parse(name)
+    for family in _families():
+        found = family.parse(name)
         if found is not None:
             return found
     raise ValueError(

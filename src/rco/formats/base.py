@@ -244,10 +244,16 @@ class Format(ABC):
     Attributes:
         family: Name of the subclass, its key in :data:`rco.registry.FORMATS`.
         bits: Nominal bits per weight, as averaged by a budget: 0 for a removed one, 16 for the original.
+        rows_per_scale: Rows that share a scale.
+        rounds_inputs: Whether the inputs of the layer are rounded, too.
+        calibrates_inputs: Whether inputs are rounded by a fixed scale, which depends on their largest size.
     """
 
     family: ClassVar[str]
     bits: int
+    rows_per_scale: ClassVar[int] = 1
+    rounds_inputs: ClassVar[bool] = False
+    calibrates_inputs: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -258,6 +264,11 @@ class Format(ABC):
     @abstractmethod
     def parse(cls, name: str) -> Format | None:
         """The format of that name; None if it is not of this family."""
+
+    @classmethod
+    def listed(cls) -> dict[str, str]:
+        """Names that users choose formats of this family by, with a line on each; empty: not chosen by name."""
+        return {}
 
     @abstractmethod
     def layout(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorLayout]:

@@ -87,14 +87,14 @@ class FloatingPoint(CodedFormat):
             raise ValueError(f"Unknown floating-point format {self.name!r}; known: {', '.join(_KINDS)}.")
 
     @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """All names."""
-        return tuple(_KINDS)
-
-    @classmethod
     def parse(cls, name: str) -> FloatingPoint | None:
         """The format of that name."""
         return cls(name) if name in _KINDS else None
+
+    @classmethod
+    def listed(cls) -> dict[str, str]:
+        """All names."""
+        return {name: cls(name)._summary() for name in _KINDS}
 
     @property
     def kind(self) -> _Kind:
@@ -106,8 +106,7 @@ class FloatingPoint(CodedFormat):
         """Bits of an element."""
         return 4 if self.kind.element == "e2m1" else 8
 
-    @property
-    def summary(self) -> str:
+    def _summary(self) -> str:
         """Elements, scales and rounding of the inputs, in one line."""
         element = {"e2m1": "4-bit E2M1", "e4m3": "8-bit E4M3", "int8": "8-bit integers"}[self.kind.element]
         scale = {
@@ -139,17 +138,17 @@ class FloatingPoint(CodedFormat):
         return columns if self.kind.scaling == "channel" else _GROUP[self.kind.scaling]
 
     @property
-    def rows_per_scale(self) -> int:
+    def rows_per_scale(self) -> int:  # type: ignore[override]
         """Rows that share a scale."""
         return _BLOCK if self.kind.scaling == "block" else 1
 
     @property
-    def rounds_inputs(self) -> bool:
+    def rounds_inputs(self) -> bool:  # type: ignore[override]
         """Whether the inputs of the layer are rounded, too."""
         return self.kind.inputs is not None
 
     @property
-    def calibrates_inputs(self) -> bool:
+    def calibrates_inputs(self) -> bool:  # type: ignore[override]
         """Whether inputs are rounded by a fixed scale, which depends on their largest size."""
         return self.kind.inputs == "group16"
 

@@ -92,6 +92,15 @@ class IntegerGrid(CodedFormat):
         bits, group, symmetric = match.groups()
         return cls(int(bits), None if group is None else int(group), symmetric is not None)
 
+    @classmethod
+    def listed(cls) -> dict[str, str]:
+        """An example of each form of a name; there are too many to list."""
+        return {
+            "int3-g64": "integers of 1 to 8 bits; a scale and a zero point per 64 weights, or any other number",
+            "int4-g32-sym": "the same without zero points",
+            "int8-channel": "the same with one scale per row; int8-channel-sym without zero points",
+        }
+
     def __str__(self) -> str:
         grid = "symmetric" if self.symmetric else "asymmetric"
         groups = "per channel" if self.group_size is None else f"groups of {self.group_size}"
@@ -277,9 +286,13 @@ class TunableGrid(Tunable):
 
     def forward(self) -> Tensor:
         """The decoded matrix in the type of the stored scales."""
-        codes = self._weight.codes() if self.codes is None else self.codes
-        decoded: Tensor = _TunedGrid.apply(self.scales, self.offsets, codes, self._weight)  # type: ignore[no-untyped-call]
+        tuned = self.scales, self.offsets, self._unpacked(), self._weight
+        decoded: Tensor = _TunedGrid.apply(*tuned)  # type: ignore[no-untyped-call]
         return decoded
+
+    def _unpacked(self) -> Tensor:
+        """Codes before training, one number each."""
+        return self._weight.codes() if self.codes is None else self.codes
 
     def kernels(self) -> TunableKernels | None:
         """GPU kernels of a training step."""
@@ -295,9 +308,8 @@ class TunableGrid(Tunable):
     def stored(self) -> PackedWeight:
         """The packed weight of the present scales and codes."""
         weight = self._weight
-        codes = weight.codes() if self.codes is None else self.codes
         offsets = None if self.offsets is None else self.offsets.detach()
-        moved = _moved_codes(codes, offsets, weight.bits)
+        moved = _moved_codes(self._unpacked(), offsets, weight.bits)
         parts = {"packed": pack(moved, weight.bits), "scales": _stored_scales(self.scales.detach(), weight)}
         return weight.over(parts if weight.zeros is None else {**parts, "zeros": weight.zeros})
 

@@ -25,6 +25,11 @@ class Original(Format):
         """The format, if that is its name."""
         return cls() if name == "original" else None
 
+    @classmethod
+    def listed(cls) -> dict[str, str]:
+        """The one name."""
+        return {"original": "the weight as it is"}
+
     def layout(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorLayout]:
         """The weight itself."""
         return {"weight": TensorLayout(dtype, tuple(shape))}

@@ -290,6 +290,8 @@ class SwitchableLayer(nn.Module):
         selection = Selection(choice, gate, None if active is None else tuple(map(bool, active)), place)
         check_selection(self.options, selection)
         self.selection = selection
+        if isinstance(self.options, StreamedOptions):
+            self.options.choice = choice  # the one that the stream copies
 
 
 class SwitchableLinear(SwitchableLayer):
@@ -351,18 +353,6 @@ class SwitchableLinear(SwitchableLayer):
     def supports_device_choice(self, dtype: torch.dtype) -> bool:
         """Whether the layer can read its choice from the device, and so be recorded, when computing in a type."""
         return self.noise is None and self._known.chosen_decoder(dtype) is not None
-
-    def select(
-        self,
-        choice: int,
-        gate: Tensor | None = None,
-        active: Sequence[bool] | None = None,
-        place: Tensor | None = None,
-    ) -> None:
-        """Use option ``choice`` from now on, see :meth:`SwitchableLayer.select`."""
-        super().select(choice, gate, active, place)
-        if isinstance(self.options, StreamedOptions):
-            self.options.choice = choice
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the selected option."""

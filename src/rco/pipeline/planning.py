@@ -34,9 +34,6 @@ from rco.data.sources import resolve_source
 from rco.distributed import Ranks
 from rco.export.compressed_tensors import check_exportable
 from rco.formats.base import Format
-from rco.formats.floating import FloatingPoint
-from rco.formats.integer import IntegerGrid
-from rco.formats.original import Original
 from rco.models.checkpoint_files import read_config
 from rco.models.device_map import DeviceMap
 from rco.models.gguf_conversion import ensure_gguf
@@ -422,12 +419,11 @@ def _parse_formats(config: QuantizeConfig) -> list[Format]:
         )
     found = [formats.parse(name) for name in names]
     for each in found:
-        if not isinstance(each, FloatingPoint | IntegerGrid | Original):
+        if not each.listed():
             raise ValueError(
-                f"`formats` takes {', '.join(FloatingPoint.names())}, integer grids such as int4-g32-sym, and "
-                f"original; {each.name} is not an option here."
+                f"`formats` takes names such as {', '.join(formats.listed())}; {each.name} is not an option here."
             )
-        if isinstance(each, FloatingPoint) and each.calibrates_inputs and config.method == "rtn":
+        if each.calibrates_inputs and config.method == "rtn":
             raise ValueError(
                 f"{each.name} rounds inputs by a scale from the calibration, which `method='rtn'` does not have: "
                 "leave it out, or take formats that scale inputs token by token."
