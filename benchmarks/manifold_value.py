@@ -94,7 +94,7 @@ def bench_of(settings):
 
     config = settings.config()
     planned = plan_compression(config)
-    planned.compression.keep_references = True
+    planned.compression.keep_references()
     data = build_data(config, planned.loaded.tokenizer)
     planned.compression.candidates(data.search)
     return planned.compression, data, AllocationEvaluator(planned.compression, data.evaluation)

@@ -156,7 +156,7 @@ class Compression:
         self._second_order: SecondOrder | None = None
         self._diagonal: Tensor | None = None
         self._scores: dict[str, list[Tensor]] | None = None
-        self.keep_references = False  # for callers that open the objective more than once on the same text
+        self._keeps_references = False
         self._references: dict[str, Reference] = {}
 
     @property
@@ -642,13 +642,17 @@ class Compression:
         with parked(weights.values()):
             yield
 
+    def keep_references(self) -> None:
+        """Keep hidden states from now on, for callers that open the objective more than once on the same text."""
+        self._keeps_references = True
+
     def reference(self, calibration: CalibrationSet) -> Reference:
         """The full model's hidden states."""
         known = self._references.get(calibration.fingerprint)
         if known is None:
             with computing_in(self.loaded.model, self.compute_dtype):
                 known = Reference.compute(self.loaded, calibration, self.settings.batch_size)
-            if self.keep_references:
+            if self._keeps_references:
                 self._references[calibration.fingerprint] = known
         return known
 

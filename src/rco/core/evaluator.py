@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,9 +37,22 @@ class Evaluator:
 
     One evaluation is one batch forwarded; a backward counts as two more, which is its cost. A part of the allowance
     may be kept back for the choice among finished candidates, which ignores the limits.
+
+    Args:
+        objective: The loss.
+        problem: If given, its best feasible allocation is remembered, where one batch gives the loss.
+        evaluations: Most evaluations; None: no limit.
+        seconds: Seconds after which no evaluation begins; None: no limit.
     """
 
-    def __init__(self, objective: Loss | Callable[[Tensor], Any]) -> None:
+    def __init__(
+        self,
+        objective: Loss | Callable[[Tensor], Any],
+        problem: AllocationProblem | None = None,
+        *,
+        evaluations: int | None = None,
+        seconds: float | None = None,
+    ) -> None:
         self.objective = as_objective(objective)
         if self.objective.num_batches < 1:
             raise ValueError(f"The objective must have at least one batch, got {self.objective.num_batches}.")
@@ -50,11 +63,11 @@ class Evaluator:
         self.measured: MeasuredCurvature | None = None  # takes the place of an unknown curvature
         self.forwards = self.backwards = 0
         self.reserve = 0
-        self.starts = 0  # starting points that the final choice compares, at most
-        self.most = self.max_seconds = math.inf
-        self.seconds_before = 0.0
+        self.most = math.inf if evaluations is None else evaluations
+        self.max_seconds = math.inf if seconds is None else seconds
+        self._seconds_before = 0.0
         self._began = time.perf_counter()
-        self.problem: AllocationProblem | None = None  # given: the best feasible allocation is remembered
+        self._problem = problem
         self.best_choices: np.ndarray | None = None
         self.best_loss = math.inf
 
@@ -65,15 +78,22 @@ class Evaluator:
 
     # -------------------------------------------------------------- allowance
 
-    def limit(self, evaluations: int | None, seconds: float | None) -> None:
-        """Set the allowance; None is no limit."""
-        self.most = math.inf if evaluations is None else evaluations
-        self.max_seconds = math.inf if seconds is None else seconds
+    def keep_back(self, evaluations: int) -> None:
+        """Reserve evaluations, instead of those reserved before."""
+        self.reserve = evaluations
+
+    def select_on(self, batches: int) -> None:
+        """Compare candidates on the first selection batches alone."""
+        self.selection_batches = range(batches)
+
+    def measure_curvature(self, measured: MeasuredCurvature) -> None:
+        """Take a curvature that the search measures where the objective has none."""
+        self.measured = measured
 
     @property
     def seconds(self) -> float:
         """Seconds since the search began, over all its parts."""
-        return self.seconds_before + time.perf_counter() - self._began
+        return self._seconds_before + time.perf_counter() - self._began
 
     @property
     def evaluations(self) -> int:
@@ -201,11 +221,27 @@ class Evaluator:
 
         Of a monotone problem, only those that leave no budget that would buy something.
         """
-        problem = self.problem
+        problem = self._problem
         if problem is None or loss >= self.best_loss or not self.one_loss:
             return
         if problem.is_feasible(choices) and (not problem.monotone or is_spent(problem, choices)):
             self.best_choices, self.best_loss = choices.copy(), loss
+
+    def state(self) -> dict[str, Any]:
+        """Counts, seconds and the best allocation, as plain tensors and numbers."""
+        best = self.best_choices
+        return {
+            "seen": [None if best is None else torch.from_numpy(best.copy()), self.best_loss],
+            "counter": [self.forwards, self.backwards],
+            "seconds": self.seconds,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        best, self.best_loss = state["seen"]
+        self.best_choices = None if best is None else best.numpy().copy()
+        self.forwards, self.backwards = state["counter"]
+        self._seconds_before = state["seconds"]
 
     def _remember_gates(self, gates: Tensor, loss: float) -> None:
         """As :meth:`_remember`; gates between the corners are no allocation."""

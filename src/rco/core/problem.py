@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
-from typing import Any, Literal
+from functools import cached_property, wraps
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -22,9 +23,17 @@ from torch import Tensor
 from rco.core.exact import ExactArray, exact_array, exact_ratio, integer_array, json_number, plain, show
 from rco.core.min_counts import MinCounts
 
-__all__ = ["Allocation", "AllocationProblem", "InfeasibleBudgetError", "MinCounts", "ReducedCosts"]
+__all__ = [
+    "Allocation",
+    "AllocationProblem",
+    "InfeasibleBudgetError",
+    "MinCounts",
+    "ReducedCosts",
+    "once_per_problem",
+]
 
 Sense = Literal["==", "<="]
+T = TypeVar("T")
 
 _INT64_SAFE = 2**62
 
@@ -800,3 +809,18 @@ def _check_joint(problem: AllocationProblem) -> None:
             f"The {problem.num_joint} joint budgets {[show(b) for b in problem.budgets]} cannot be met together, "
             f"although each lies in its own range {problem.feasible_range}; raise some of them."
         )
+
+
+def once_per_problem(make: Callable[[AllocationProblem], T]) -> Callable[[AllocationProblem], T]:
+    """Make what a problem needs at its first use, and keep it as long as the problem lives."""
+    kept: dict[int, T] = {}  # by identity: problems are large, and equal ones are rare
+
+    @wraps(make)
+    def find(problem: AllocationProblem) -> T:
+        found = kept.get(id(problem))
+        if found is None:
+            found = kept[id(problem)] = make(problem)
+            weakref.finalize(problem, kept.pop, id(problem), None)
+        return found
+
+    return find

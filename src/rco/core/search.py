@@ -350,7 +350,7 @@ class GumbelState(SearchState):
         super().__init__(run, problem)
         self.settings = settings
         self.candidates = _OWN_CANDIDATES if settings.choose else 1
-        compared = self.candidates + self.evaluator.starts
+        compared = self.candidates + run.most_starts
         self._follow(fit_schedule(settings, self.evaluator, compared, problem.num_groups))
         self.optimizer = settings.make_optimizer(problem, run.scores(), settings.surface_for(problem))
         self.average = torch.zeros_like(run.scores())
@@ -368,12 +368,12 @@ class GumbelState(SearchState):
         self.measured: MeasuredCurvature | None = None
         if curvature is None and settings.curvature and self.evaluator.one_loss:
             self.measured = MeasuredCurvature(problem.num_groups, problem.num_options)
-            self.evaluator.measured = self.measured
+            self.evaluator.measure_curvature(self.measured)
 
     def _follow(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.kept_back = 0 if schedule.opening else schedule.refine
-        self.evaluator.selection_batches = range(schedule.selection)
+        self.evaluator.select_on(schedule.selection)
 
     def step_cost(self, step: int) -> int:
         """A forward and a backward per sample and batch."""

@@ -21,7 +21,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 OPEN_END = 10**9  # steps of a search that only its allowance ends
-_STATE_VERSION = 7
+_STATE_VERSION = 8
 _START_PREFERENCE = 2.0  # logits of a starting allocation, where there is no prior
 _POSITIVE = ("max_evaluations", "max_seconds", "patience")
 _ALLOWANCE = (*_POSITIVE, "target")  # may change when a search is resumed
@@ -175,18 +175,8 @@ class BudgetedSearch(ABC):
             best_on_failure: Whether KeyboardInterrupt and losses that are not finite end the search with the best
                 allocation known, and a status that tells; otherwise, or if none is known, they are raised.
         """
-        run = SearchRun(
-            self,
-            problem,
-            objective,
-            prior=prior,
-            proxy=proxy,
-            start=start,
-            on_step=on_step,
-            on_checkpoint=on_checkpoint,
-            on_incumbent=on_incumbent,
-            resume=resume,
-        )
+        callbacks = Callbacks(on_step, on_checkpoint, on_incumbent)
+        run = SearchRun(self, problem, objective, StartingPoints(prior, proxy, start), callbacks, resume)
         if not best_on_failure:
             return self.loop(run)
         try:
@@ -267,6 +257,22 @@ class FixedAnswer(SearchState):
         candidates.choices.update(self.answers)
 
 
+class StartingPoints(NamedTuple):
+    """What is known before a search, as for :meth:`BudgetedSearch.search`."""
+
+    prior: Tensor | None = None
+    proxy: Tensor | None = None
+    start: Any = None
+
+
+class Callbacks(NamedTuple):
+    """Functions that a search calls, as for :meth:`BudgetedSearch.search`."""
+
+    on_step: OnStep | None = None
+    on_checkpoint: Callable[[dict[str, Any]], None] | None = None
+    on_incumbent: OnIncumbent | None = None
+
+
 class SearchRun:
     """One search by one method: its allowance, its history and its result.
 
@@ -274,13 +280,17 @@ class SearchRun:
         settings: The method.
         problem: Costs and budget.
         objective: The loss.
-        prior, proxy, start, on_step, on_checkpoint, on_incumbent, resume: As for :meth:`BudgetedSearch.search`.
+        starting: Prior, proxy and starting allocation.
+        callbacks: Functions to call.
+        resume: A checkpoint to continue from.
 
     Attributes:
         target: The problem as given.
         problem: The problem that the method works on: the same, or with budgets that may be left unspent.
         prior: (N, K) float64 scores, or None.
+        start: Starting allocation, or None.
         evaluator: The objective, counted.
+        most_starts: Most starting points that the final choice compares.
         step: Steps taken so far.
         notes: Further entries of the result's settings.
     """
@@ -290,29 +300,25 @@ class SearchRun:
         settings: BudgetedSearch,
         problem: AllocationProblem,
         objective: Loss | Callable[[Tensor], Any],
-        *,
-        prior: Tensor | None = None,
-        proxy: Tensor | None = None,
-        start: Any = None,
-        on_step: OnStep | None = None,
-        on_checkpoint: Callable[[dict[str, Any]], None] | None = None,
-        on_incumbent: OnIncumbent | None = None,
+        starting: StartingPoints = StartingPoints(),  # noqa: B008 - a tuple
+        callbacks: Callbacks = Callbacks(),  # noqa: B008 - a tuple
         resume: Mapping[str, Any] | None = None,
     ) -> None:
         problem.require_reachable()
+        prior, proxy, start = starting
         self.settings, self.target = settings, problem
         self.problem = problem if settings.meets_exactly else problem.relaxed
         self.prior = None if prior is None else torch.from_numpy(checked_table(prior, problem, "prior"))
         self._proxy = None if proxy is None else _checked_proxies(proxy, problem)
-        self._on_step, self._on_checkpoint, self._on_incumbent = on_step, on_checkpoint, on_incumbent
+        self._callbacks = callbacks
         self._uniform = uniform_allocation(problem)
         self.start = None if start is None else checked_start(start, problem)
         self.status = "finished"
         self._since_best = 0
-        self.evaluator = Evaluator(objective)
-        self.evaluator.problem = problem
-        self.evaluator.limit(settings.max_evaluations, settings.max_seconds)
-        self.evaluator.starts = self._most_starts()
+        self.evaluator = Evaluator(
+            objective, problem, evaluations=settings.max_evaluations, seconds=settings.max_seconds
+        )
+        self.most_starts = self._most_starts()
         self.notes: dict[str, Any] = {}
         self.step = 0
         self._planned = 0
@@ -358,8 +364,8 @@ class SearchRun:
         self._state = state
         if self._resumed is not None:
             state.load(self._resumed["process"])
-        compared = state.candidates + self.evaluator.starts
-        self.evaluator.reserve = compared * len(self.evaluator.selection_batches) + state.kept_back
+        compared = state.candidates + self.most_starts
+        self.evaluator.keep_back(compared * len(self.evaluator.selection_batches) + state.kept_back)
         return state
 
     def planned(self, steps: int | None, cost: int) -> int:
@@ -421,11 +427,11 @@ class SearchRun:
         }
         record = self._with_allocation(StepRecord(**fields))
         self._history.append(record)
-        if self._on_checkpoint is not None:
-            self._on_checkpoint(self._checkpoint())
+        if self._callbacks.on_checkpoint is not None:
+            self._callbacks.on_checkpoint(self._checkpoint())
         stop = self._calls_for_a_stop(record)
-        if self._on_incumbent is not None:
-            self._on_incumbent(record, self._state.incumbent)
+        if self._callbacks.on_incumbent is not None:
+            self._callbacks.on_incumbent(record, self._state.incumbent)
         if stop is not None:
             raise SearchStopped(stop)
         if self.settings.patience is not None and self._since_best >= self.settings.patience:
@@ -448,9 +454,11 @@ class SearchRun:
 
     def _calls_for_a_stop(self, record: StepRecord) -> str | None:
         """Call back; the status if that or the target ends the search."""
-        if self._on_step is not None:
+        if self._callbacks.on_step is not None:
             try:
-                if self._on_step(record) in (True,):  # not just any value: progress bars return some
+                if self._callbacks.on_step(record) in (
+                    True,
+                ):  # not just any value: progress bars return some
                     return "stopped"
             except StopIteration:
                 return "stopped"
@@ -478,7 +486,7 @@ class SearchRun:
         ranked = candidates.ranked()
         name, choices, losses = ranked[0]
         loss = float(losses.mean())
-        self.evaluator.reserve = 0
+        self.evaluator.keep_back(0)
         if self.status == "finished":
             polished, better = state.polish([each[1:] for each in ranked])
             if better < loss:
@@ -564,13 +572,12 @@ class SearchRun:
             "problem": self.target.fingerprint,
             "prior": _plain(self.prior),
             "proxy": _plain(self._proxy),
+            "start": None if self.start is None else torch.from_numpy(self.start.copy()),
             "step": self.step,
             "best": self._best,
             "since_best": self._since_best,
             "shown": self._shown,
-            "seen": [_plain(self.evaluator.best_choices), self.evaluator.best_loss],
-            "counter": [self.evaluator.forwards, self.evaluator.backwards],
-            "seconds": self.evaluator.seconds,
+            "evaluator": self.evaluator.state(),
             "history": [asdict(record) for record in self._history],
             "process": self._state.state(),
         }
@@ -593,7 +600,8 @@ class SearchRun:
                     f"The checkpoint was made with {name}={state['settings'].get(name)}, this search has "
                     f"{name}={mine}; resume with the same settings or start anew."
                 )
-        for name, table in (("prior", self.prior), ("proxy", self._proxy)):
+        start = None if self.start is None else torch.from_numpy(self.start)
+        for name, table in (("prior", self.prior), ("proxy", self._proxy), ("start", start)):
             theirs = state[name]
             same = theirs is table if theirs is None or table is None else torch.equal(theirs, table)
             if not same:
@@ -602,10 +610,7 @@ class SearchRun:
                 )
         self.step, self._best = state["step"], state["best"]
         self._since_best, self._shown = state["since_best"], state["shown"]
-        choices, self.evaluator.best_loss = state["seen"]
-        self.evaluator.best_choices = None if choices is None else _restored(choices)
-        self.evaluator.forwards, self.evaluator.backwards = state["counter"]
-        self.evaluator.seconds_before = state["seconds"]
+        self.evaluator.load(state["evaluator"])
         self._history = [StepRecord.from_dict(record) for record in state["history"]]
 
 

@@ -238,7 +238,7 @@ class WidthContest(Contest):
         self.config: CompareQuantizeConfig = config
         self.allowance = Allowance.parse(config.allowance, default_tokens(config))
         super().__init__(config.single(config.budget_list()[0]))
-        self.compression.keep_references = True
+        self.compression.keep_references()
         for budget in config.budget_list()[1:]:
             self.problem(budget)  # infeasible budgets fail early
         self._data = build_data(config, self.planned.loaded.tokenizer)

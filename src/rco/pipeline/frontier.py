@@ -83,7 +83,7 @@ def frontier(config: FrontierConfig, progress: Progress | None = None) -> Fronti
     with open_run(config, folder) as run:
         make_candidates(first, data, run)
         measure_options(config.single(str(int(first.budget.amount))), first, data, run, progress)
-        compression.keep_references = True
+        compression.keep_references()
         evaluator = AllocationEvaluator(compression, data.evaluation)
         points: list[dict[str, Any]] = list(run.metrics.get("points", []))
         count = progress.stage("sizes")

@@ -13,7 +13,6 @@ with the preferred groups locked.
 from __future__ import annotations
 
 import math
-import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +20,7 @@ import numpy as np
 from rco.core.jit import entry
 from rco.core.knapsack.single_budget import INFEASIBLE, LIMIT, OPTIMAL, Choices, plans, total_value
 from rco.core.min_counts import MinCounts
-from rco.core.problem import AllocationProblem
+from rco.core.problem import AllocationProblem, once_per_problem
 
 __all__ = ["solve_counted"]
 
@@ -51,18 +50,9 @@ class _Counted:
     exact_locks: bool
 
 
-_PREPARED: dict[int, _Counted] = {}  # by problem identity; an entry leaves with its problem
-
-
+@once_per_problem
 def _prepared(problem: AllocationProblem) -> _Counted:
-    found = _PREPARED.get(id(problem))
-    if found is None:
-        found = _PREPARED[id(problem)] = _prepare(problem)
-        weakref.finalize(problem, _PREPARED.pop, id(problem), None)
-    return found
-
-
-def _prepare(problem: AllocationProblem) -> _Counted:
+    """The problem's parts."""
     counts = problem.min_counts
     assert counts is not None
     free = problem.replace(min_counts=None)

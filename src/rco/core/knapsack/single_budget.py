@@ -7,14 +7,13 @@ divided away. Costs too large for int64 are rounded in both directions, and resu
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from rco.core.problem import AllocationProblem
+from rco.core.problem import AllocationProblem, once_per_problem
 
 __all__ = ["INFEASIBLE", "LIMIT", "OPTIMAL", "Choices", "over_budget", "plans", "total_value"]
 
@@ -205,20 +204,9 @@ def over_budget(sample: int) -> RuntimeError:
     )
 
 
-# Plans by problem identity; an entry leaves with its problem.
-_PLANS: dict[int, Plans] = {}
-
-
+@once_per_problem
 def plans(problem: AllocationProblem) -> Plans:
-    """The problem's preparation, made at its first use."""
-    plans = _PLANS.get(id(problem))
-    if plans is None:
-        plans = _PLANS[id(problem)] = _prepare(problem)
-        weakref.finalize(problem, _PLANS.pop, id(problem), None)
-    return plans
-
-
-def _prepare(problem: AllocationProblem) -> Plans:
+    """The problem's preparation."""
     costs, blocks = problem.reduced.costs[0], problem.block_index
     block_of = blocks if blocks is not None else np.zeros(problem.num_groups, dtype=np.int64)
     # Reduced costs are at least 0, so that an option dearer than the whole capacity is never affordable.
