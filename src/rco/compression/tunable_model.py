@@ -126,11 +126,8 @@ class TunableWeight:
         assert self.parameter.grad is not None
         return self.places(self.parameter.grad).reshape(self.stored.shape)
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Gradients of the trainable parameters: those collected, or from that of the model's parameter."""
-        if self.collected:
-            found, self.collected = self.collected, {}
-            return found
+    def _passed_on(self) -> dict[str, Tensor]:
+        """Gradients of the trainable parameters, from that of the model's parameter; empty if it has none."""
         parameters = self.trained
         if self.parameter.grad is None or self.tunable is None or not parameters:
             return {}
@@ -145,11 +142,18 @@ class TunableWeight:
 
     def collect(self) -> None:
         """Add the gradients from that of the model's parameter to those collected."""
-        before, self.collected = self.collected, {}
-        found = self.gradients()
-        for name, gradient in before.items():
-            found[name] += gradient
-        self.collected = found
+        for name, gradient in self._passed_on().items():
+            before = self.collected.get(name)
+            self.collected[name] = gradient if before is None else before.add_(gradient)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients of the trainable parameters: those collected, or from that of the model's parameter."""
+        return self.collected or self._passed_on()
+
+    def clear_gradients(self) -> None:
+        """Free the gradient of the model's parameter and those collected."""
+        self.parameter.grad = None
+        self.collected.clear()
 
     def adam(self, state: Mapping[str, AdamState], step: AdamStep) -> bool:
         """Step of Adam on codes and scales by one kernel, and decode; False if there is no such kernel."""
@@ -208,10 +212,9 @@ class TunableModel:
             weight.decode()
 
     def clear_gradients(self) -> None:
-        """Free the gradients of the model's parameters."""
+        """Free the gradients of all weights."""
         for weight in self.weights:
-            weight.parameter.grad = None
-            weight.collected = {}
+            weight.clear_gradients()
 
     def collecting(self) -> list[RemovableHandle]:
         """Pass gradients on to the scales during the backward pass, for parameters of which no code is trained."""
