@@ -1,5 +1,7 @@
 """Arguments in messages as flags: every message of the library, on the command line."""
 
+import re
+
 import pytest
 
 from rco.cli.flags import as_flags
@@ -36,3 +38,19 @@ def test_errors_and_help_name_flags(run, random_llama, tmp_path):
     assert code == 0
     assert "`data`" not in out
     assert "--data" in out
+
+
+def test_help_leaves_out_what_is_refused(run, random_llama):
+    for command, given, refused in (
+        (["frontier"], "--sizes", ("--bits", "--bpw", "--size", "--active-bits", "--tune", "--tune-tokens")),
+        (["compare", "quantize"], "--methods", ("--prior", "--tune", "--tune-tokens")),
+    ):
+        code, out, _ = run(*command, "--help")
+        assert code == 0
+        shown = re.findall(r"^│ +(--[\w-]+)", out, re.MULTILINE)
+        assert given in shown
+        assert not set(refused) & set(shown)
+    # They are known all the same: the message says what to give instead.
+    code, _, err = run("frontier", random_llama, "--bits=3")
+    assert code == 1
+    assert "Give the sizes of a frontier as --sizes" in err

@@ -90,5 +90,7 @@ def _show(outcome: Comparison, as_json: bool) -> None:
         typer.echo(f"plot        {path}")
 
 
-app.command("quantize")(command_from_config(CompareQuantizeConfig, _quantize))
+app.command("quantize")(
+    command_from_config(CompareQuantizeConfig, _quantize, hidden=("prior", "tune", "tune_tokens"))
+)
 app.command("prune")(command_from_config(ComparePruneConfig, _prune))

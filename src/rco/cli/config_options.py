@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -29,13 +29,18 @@ class Switches:
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False
 
 
-def command_from_config(config: type, run: Callable[[Any, Switches], None]) -> Callable[..., None]:
-    """A typer command whose options are the fields of ``config``; it calls ``run(config(...), switches)``."""
+def command_from_config(
+    config: type, run: Callable[[Any, Switches], None], *, hidden: Collection[str] = ()
+) -> Callable[..., None]:
+    """A typer command whose options are the fields of ``config``; it calls ``run(config(...), switches)``.
+
+    The help leaves out the ``hidden`` fields: those that a config inherits and refuses with a message.
+    """
     switches = inspect.signature(Switches).parameters
     hints = get_type_hints(Switches, include_extras=True)
     fields = sorted(dataclasses.fields(config), key=_place)
     own = get_type_hints(config)
-    parameters = [_parameter(field, own[field.name]) for field in fields]
+    parameters = [_parameter(field, own[field.name], field.name in hidden) for field in fields]
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=p.default, annotation=hints[name])
         for name, p in switches.items()
@@ -73,7 +78,7 @@ def _place(field: dataclasses.Field[Any]) -> int:
     return _PANELS.index(panel) if panel in _PANELS else -1
 
 
-def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+def _parameter(field: dataclasses.Field[Any], hint: Any, hidden: bool) -> inspect.Parameter:
     text, panel = as_flags(field.metadata["help"]), field.metadata.get("panel")
     hint = field.metadata.get("flag") or hint
     default: Any = field.default
@@ -88,5 +93,5 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
         flag = flag_of(field.name)
         if hint in (bool, bool | None):
             flag = f"{flag}/{flag_of(f'no_{field.name}')}"
-        declared = Annotated[hint, typer.Option(flag, help=text, rich_help_panel=panel)]
+        declared = Annotated[hint, typer.Option(flag, help=text, rich_help_panel=panel, hidden=hidden)]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=declared)

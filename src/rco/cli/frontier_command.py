@@ -56,4 +56,6 @@ def _frontier(config: FrontierConfig, switches: Switches) -> None:
     typer.echo(f"plot        {found.folder}/frontier.svg")
 
 
-frontier = command_from_config(FrontierConfig, _frontier)
+frontier = command_from_config(
+    FrontierConfig, _frontier, hidden=("bits", "bpw", "size", "active_bits", "count", "tune", "tune_tokens")
+)
