@@ -595,7 +595,7 @@ def test_heat_maps_of_large_and_odd_models():
     from rco.report.heatmap import widths_html, widths_text
 
     def group(name, block, width):
-        return GroupWidth(name, (name,), name.rpartition(".")[2], block, 10, width, {}, {})
+        return GroupWidth(name, (name,), name.rpartition(".")[2], block, 10, width, f"{width:g}", {}, {})
 
     groups = [group(f"model.layers.{b}.self_attn.q_proj", b, 2 + b % 3) for b in range(12)]
     groups += [group(f"model.layers.3.mlp.experts.{e}.up_proj", 3, 2 * e) for e in range(2)]

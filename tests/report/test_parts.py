@@ -8,6 +8,7 @@ import math
 import re
 from decimal import Decimal
 from fractions import Fraction
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -15,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rco.report.certificate import checks
-from rco.report.data import Evaluated, GroupWidth, MoeLayer, RunData
+from rco.report.data import Evaluated, GroupWidth, MoeLayer, RunData, groups
 from rco.report.figures import quality_against_bits, sensitivity
 from rco.report.maps import expert_map, width_bands, width_shares
 from rco.report.numbers import bytes_text, duration, exact, measured, percent, short, significant
-from rco.report.result_tables import fold_names
+from rco.report.result_tables import fold_names, group_table
 from rco.report.svg import draw, spread
 from rco.report.theme import level
 from rco.report.usage import reproduce_command
@@ -172,7 +173,8 @@ def test_names_do_not_overlap(places):
 
 
 def group(name: str, block: int | None, width: float, *members: str, parameters: int = 100) -> GroupWidth:
-    return GroupWidth(name, members or (name,), name.rpartition(".")[2], block, parameters, width, {}, {})
+    kind = name.rpartition(".")[2]
+    return GroupWidth(name, members or (name,), kind, block, parameters, width, f"{width:g}", {}, {})
 
 
 def cells(groups):
@@ -254,12 +256,32 @@ def test_width_shares_add_up():
 
 
 def test_sensitivity_leaves_out_what_has_no_logarithm():
-    rows = [dataclasses.replace(group(f"g{i}", 0, 2 + i % 2), sensitivity={2: value, 3: 0.1}) for i, value in
+    rows = [dataclasses.replace(group(f"g{i}", 0, 2 + i % 2), sensitivity={"2": value, "3": 0.1}) for i, value in
             enumerate([0.5, 0.0, -0.1, 0.02])]  # fmt: skip
     (plot,), left_out = sensitivity(rows, "")
     assert re.findall("<title>([^<]*)</title>", plot.svg) == ["g0: 2 bits, 0.500", "g3: 3 bits, 0.0200"]
     assert left_out == 2
     assert sensitivity([group("a", 0, 2)], "") == ([], 0)
+
+
+def test_options_with_names_have_their_predictions():
+    """Formats of equal width are told apart; an integer grid is named by its width."""
+    predicted = {"nvfp4-a4": 0.5, "4": 0.25, "fp8-dynamic": 0.125}
+    rows = [
+        {"name": f"g{i}", "width": width, "format": format, "parameters": 10, "sensitivity": predicted,
+         "relative_error": {name: value / 10 for name, value in predicted.items()}}
+        for i, (width, format) in enumerate([(4, "nvfp4-a4"), (4, "int4-g64"), (8, "fp8-dynamic")])
+    ]  # fmt: skip
+    found = groups(SimpleNamespace(metrics={"groups": rows}))
+    shown = {column.title: list(column.cells) for column in group_table(found).columns}
+    assert shown["Format"] == ["nvfp4-a4", "4", "fp8-dynamic"]
+    assert shown["Predicted KL"] == ["0.500", "0.250", "0.125"]
+    assert shown["Relative error"] == ["0.0500", "0.0250", "0.0125"]
+    (plot,), left_out = sensitivity(found, "")
+    assert "predicted KL as nvfp4-a4" in plot.svg
+    assert left_out == 0
+    plain = group_table([group("a", 0, 2)])
+    assert {column.title: list(column.cells) for column in plain.columns}["Format"] == [None]
 
 
 # -------------------------------------------------------------------- map of experts

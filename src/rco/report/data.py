@@ -100,7 +100,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class GroupWidth:
-    """One group of linears and its width."""
+    """One group of linears with its width and its option: a width, or a format by name."""
 
     name: str
     members: tuple[str, ...]
@@ -108,8 +108,9 @@ class GroupWidth:
     block: int | None
     parameters: int
     width: float
-    sensitivity: Mapping[int, float]  # width -> predicted KL
-    relative_error: Mapping[int, float]
+    option: str
+    sensitivity: Mapping[str, float]  # option -> predicted KL, from few bits to many
+    relative_error: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -288,6 +289,8 @@ def groups(run: RunData) -> list[GroupWidth]:
         where = f"group {name!r}"
         _required(row, "width", where)
         members = tuple(str(member) for member in row.get("members") or [name])
+        width, format = number(row, "width", where) or 0, str(row.get("format"))
+        predicted = _by_option(row, "sensitivity", where)
         found.append(
             GroupWidth(
                 name=name,
@@ -295,22 +298,19 @@ def groups(run: RunData) -> list[GroupWidth]:
                 kind=str(row.get("kind") or members[0].rpartition(".")[2]),
                 block=integer(row, "block", where),
                 parameters=integer(row, "parameters", where) or 0,
-                width=number(row, "width", where) or 0,
-                sensitivity=_by_width(row, "sensitivity", where),
-                relative_error=_by_width(row, "relative_error", where),
+                width=width,
+                option=format if format in predicted else f"{width:g}",
+                sensitivity=predicted,
+                relative_error=_by_option(row, "relative_error", where),
             )
         )
     return found
 
 
-def _by_width(row: Mapping[str, Any], key: str, where: str) -> dict[int, float]:
+def _by_option(row: Mapping[str, Any], key: str, where: str) -> dict[str, float]:
     values = section(row, key)
-    found = {}
-    for label in values:
-        value = number(values, label, f"{key} of {where}")
-        if str(label).isdigit() and value is not None and math.isfinite(value):
-            found[int(label)] = value
-    return dict(sorted(found.items()))
+    known = {str(label): number(values, label, f"{key} of {where}") for label in values}
+    return {label: value for label, value in known.items() if value is not None and math.isfinite(value)}
 
 
 def moe_layers(run: RunData) -> list[MoeLayer]:

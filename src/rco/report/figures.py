@@ -243,21 +243,22 @@ def _hover_dots(panel: Panel, points: Sequence[Point], colour: str, titles: Sequ
 
 
 def sensitivity(groups: Sequence[GroupWidth], name: str) -> tuple[list[Plot], int]:
-    """Width against the KL predicted at the smallest width, for whole groups and per weight.
+    """Width against the KL predicted for the narrowest option, for whole groups and per weight.
 
     Returns:
         The plots, and the number of groups left out because their prediction is not positive.
     """
     common = set.intersection(*({*group.sensitivity} for group in groups)) if groups else set()
-    width = min(common, default=0)
-    known = [group for group in groups if group.sensitivity.get(width, 0) > 0]
+    option = next((each for each in groups[0].sensitivity if each in common), "") if groups else ""
+    known = [group for group in groups if group.sensitivity.get(option, 0) > 0]
     if not known:
         return [], 0
-    label = f"predicted KL at {width} bits" if width else "predicted KL if pruned"
-    plots = [_scatter(known, [g.sensitivity[width] for g in known], f"{label} (log)", f"{name}sensitivity")]
+    meant = "if pruned" if option == "0" else f"at {option} bits" if option.isdigit() else f"as {option}"
+    label = f"predicted KL {meant}"
+    plots = [_scatter(known, [g.sensitivity[option] for g in known], f"{label} (log)", f"{name}sensitivity")]
     sized = [group for group in known if group.parameters > 0]
     if len({group.parameters for group in sized}) > 1:
-        per_weight = [group.sensitivity[width] / group.parameters for group in sized]
+        per_weight = [group.sensitivity[option] / group.parameters for group in sized]
         plots.append(
             _scatter(sized, per_weight, f"{label}, per weight (log)", f"{name}sensitivity-per-weight")
         )

@@ -169,23 +169,23 @@ def group_table(groups: Sequence[GroupWidth]) -> Table:
     if len(groups) > _MOST_GROUPS:
         return _folded_groups(groups)
 
-    def at_width(values: Sequence[Mapping[int, float]]) -> list[str | None]:
+    def as_chosen(values: Sequence[Mapping[str, float]]) -> list[str | None]:
         if not any(values):
             return [None] * len(groups)
-        return [
-            significant(known.get(int(group.width)), 3) for known, group in zip(values, groups, strict=True)
-        ]
+        return [significant(known.get(group.option), 3) for known, group in zip(values, groups, strict=True)]
 
+    named = any(not group.option.isdigit() for group in groups)
     return Table(
-        "All groups; predictions and errors are those at the chosen width",
+        "All groups; predictions and errors are those of the chosen option",
         [
             Column("Group", [group.name for group in groups], code=True),
             Column("Block", [group.block for group in groups], number=True),
             Column("Linears", [len(group.members) for group in groups], number=True),
             Column("Weights", [count(group.parameters) for group in groups], number=True),
+            Column("Format", [group.option if named else None for group in groups]),
             Column("Bits", [f"{group.width:g}" for group in groups], number=True),
-            Column("Predicted KL", at_width([group.sensitivity for group in groups]), number=True),
-            Column("Relative error", at_width([group.relative_error for group in groups]), number=True),
+            Column("Predicted KL", as_chosen([group.sensitivity for group in groups]), number=True),
+            Column("Relative error", as_chosen([group.relative_error for group in groups]), number=True),
         ],
         sortable=True,
     )

@@ -47,9 +47,13 @@ _CANDIDATES = {
     "measured": "knapsack of the cost of each option: sensitivities corrected by the search's gradients",
     "prices": "knapsack of the cost of each option, predicted over the last steps",
     "best sample": "the sample with the lowest loss",
+    "start": "the allocation that the search was started from",
     "prior": "knapsack of the initial logits",
+    "proxy": "exact knapsack of the predicted losses",
+    "proxy, spent": "the same, the rest of the budget spent",
     "uniform": "the same option everywhere, the rest of the budget spent",
     "refined": "the best of the others after exchanges",
+    "best seen": "the lowest loss of all evaluations",
 }
 
 
