@@ -364,6 +364,21 @@ def test_packed_widths_need_a_reader_that_knows_their_layout(monkeypatch, instal
     check_packing({}, "plain")
 
 
+def test_integers_beside_another_layout_need_that_reader_too(monkeypatch):
+    monkeypatch.setattr("rco.requirements.version", {"compressed-tensors": "0.17.1"}.__getitem__)
+    for layout, bits in (("pack-quantized", 3), ("pack-quantized", 4), ("nvfp4-pack-quantized", 6)):
+        groups = {
+            "group_0": {"weights": {"num_bits": 8}, "format": "float-quantized"},
+            "group_1": {"weights": {"num_bits": bits}, "format": layout},
+        }
+        config = {"quantization_config": {**PACKED, "format": "mixed-precision", "config_groups": groups}}
+        if bits == 3:
+            with pytest.raises(ModelError, match=r"of 3 bits.* compressed-tensors 0\.18 or later"):
+                check_packing(config, "mine")
+        else:
+            check_packing(config, "mine")
+
+
 def test_a_packed_checkpoint_without_its_package(monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)

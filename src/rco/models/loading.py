@@ -395,12 +395,14 @@ def check_packing(config: dict[str, Any], label: str) -> None:
     quantization = config.get("quantization_config") or {}
     if quantization.get("quant_method") != "compressed-tensors":
         return
-    weights = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
-    split = sorted({bits for entry in weights if (bits := entry.get("num_bits")) and 32 % bits})
-    dense = quantization.get("format") == "pack-quantized" and bool(split)
-    problem = find_problem("compressed-tensors", _DENSE_PACKING if dense else "")
+    groups = (quantization.get("config_groups") or {}).values()
+    # Of several layouts in one checkpoint, every group names its own.
+    packed = [g for g in groups if (g.get("format") or quantization.get("format")) == "pack-quantized"]
+    widths_of = [(group.get("weights") or {}).get("num_bits") for group in packed]
+    split = sorted({bits for bits in widths_of if bits and 32 % bits})
+    problem = find_problem("compressed-tensors", _DENSE_PACKING if split else "")
     if problem is not None:
-        widths = f" with weights of {' and '.join(map(str, split))} bits" if dense else ""
+        widths = f" with weights of {' and '.join(map(str, split))} bits" if split else ""
         raise ModelError(
             f"{label} is packed{widths}, and reading it needs {problem} If another package (such as vLLM 0.32) "
             "requires an older one, use a separate environment."
