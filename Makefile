@@ -23,8 +23,9 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile
 
+# Single tests are spread over the cores: the longest take minutes, and one file may hold several of them.
 test-slow: setup
-	$(BIN)/python -m pytest -q -m slow --timeout 3600
+	$(BIN)/python -m pytest -q -m slow --timeout 3600 --numprocesses auto --dist load
 
 # On a machine without a CUDA GPU this is an error, not a success with nothing run.
 test-gpu: setup

@@ -53,8 +53,9 @@ def run_study(
     quick: bool = False,
     seed: int = 0,
     on_progress: Progress | None = None,
+    methods: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Run every method on every scenario.
+    """Run methods on scenarios.
 
     Args:
         scenarios: Names from :data:`SCENARIOS`; all of them by default.
@@ -65,6 +66,7 @@ def run_study(
         quick: One instance, at most 400 steps, and half of each multiplier sweep.
         seed: Of the instances and the first logits.
         on_progress: Called with the number of finished runs, their total, and what has just finished.
+        methods: Names from :data:`METHODS`; all of them by default.
 
     Returns:
         A JSON-ready record: settings, environment, and for each scenario and method gaps, violations, steps to
@@ -74,6 +76,9 @@ def run_study(
     unknown = [name for name in names if name not in SCENARIOS]
     if unknown or not names:
         raise ValueError(f"Unknown scenarios {unknown}; there are {', '.join(SCENARIOS)}.")
+    chosen = list(METHODS) if methods is None else list(methods)
+    if not chosen or not METHODS.keys() >= set(chosen):
+        raise ValueError(f"Unknown methods {chosen}; there are {', '.join(METHODS)}.")
     if instances < 1 or steps < RECORD_EVERY or lr <= 0 or workers < 1:
         raise ValueError(
             f"instances and workers must be at least 1, steps at least {RECORD_EVERY}, lr positive; got "
@@ -84,7 +89,7 @@ def run_study(
     began = time.perf_counter()
     # Largest first, so that no worker is left alone with a long run at the end.
     tasks = sorted(
-        ((name, method, instances, steps, lr, seed, quick) for name in names for method in METHODS),
+        ((name, method, instances, steps, lr, seed, quick) for name in names for method in chosen),
         key=lambda task: -SCENARIOS[task[0]].groups * SCENARIOS[task[0]].options,
     )
     finished: dict[tuple[str, str], dict[str, Any]] = {}
@@ -117,10 +122,8 @@ def run_study(
                 "groups": SCENARIOS[name].groups,
                 "options": SCENARIOS[name].options,
                 "character": SCENARIOS[name].character,
-                "optimum": finished[name, "manifold"]["optimum"],
-                "optimum_cost": finished[name, "manifold"]["optimum_cost"],
-                "budget": finished[name, "manifold"]["budget"],
-                "methods": {method: finished[name, method]["result"] for method in METHODS},
+                **{key: finished[name, chosen[0]][key] for key in ("optimum", "optimum_cost", "budget")},
+                "methods": {method: finished[name, method]["result"] for method in chosen},
             }
             for name in names
         },

@@ -63,7 +63,8 @@ def test_the_guard_refuses(dtype):
 def test_quantize_export_and_evaluate(guarded, models, texts, tmp_path):
     dense, _ = models
     job = [dense, "--bits=3", "--data", texts, "--group-size=8", *QUICK, "--out", tmp_path / "run"]
-    guarded("quantize", *job, "--json")
+    told = json.loads(guarded("quantize", *job, "--tune=full", "--tune-tokens=64", "--json"))
+    assert told["tuning"]["tokens"] >= 64
     guarded(
         "export", tmp_path / "run", "--format=dense", "--device=cpu", "--out", tmp_path / "dense", "--json"
     )
