@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from rco.atomic_files import write_json_atomic
+from rco.formats import coded, products, rounding, stacks
 from rco.formats import gptq as gptq_module
-from rco.formats import integer, products, rounding, stacks
 from rco.formats.gptq import descend, gptq
 from rco.formats.integer import IntegerGrid, unpack
 from rco.formats.products import inner_products
@@ -36,17 +36,27 @@ LAYERS = {
 WIDTHS = (2, 3, 4, 8)
 GROUP, STORAGE = 64, torch.bfloat16
 WORTH = 1.3
+ASKED = ("on_compiled_path", "on_triton_path", "on_fitting_kernels")  # whether a module takes a kernel
 
 
 @contextmanager
 def without(modules):
-    """Inside, torch operations do the work of these modules' kernels."""
+    """Inside, torch operations do the work of these modules' kernels; the list names those that were left out."""
+    left_out = []
+
+    def refuse(asked):
+        def answer(*arguments):
+            left_out.extend([asked.__name__] if asked(*arguments) else [])
+            return False
+
+        return answer
+
     with ExitStack() as stack:
         for module in modules:
-            for name in ("on_compiled_path", "on_triton_path"):
+            for name in ASKED:
                 if hasattr(module, name):
-                    stack.enter_context(mock.patch.object(module, name, return_value=False))
-        yield
+                    stack.enter_context(mock.patch.object(module, name, refuse(getattr(module, name))))
+        yield left_out
 
 
 def seconds(run, device):
@@ -61,12 +71,17 @@ def seconds(run, device):
 
 
 def compare(run, modules, device, repeats):
-    """Durations with and without the kernels, in turn, after one call of each that warms up."""
+    """Durations with and without the kernels, in turn, after one call of each that warms up.
+
+    None if there is no kernel for this on the device: both would be the same.
+    """
     fast, plain = [], []
     for _ in range(repeats + 1):
         fast.append(seconds(run, device))
-        with without(modules):
+        with without(modules) as left_out:
             plain.append(seconds(run, device))
+        if not left_out:
+            return None
     return fast[1:], plain[1:]
 
 
@@ -85,10 +100,10 @@ def cases(rows, columns, device):
     scales, zeros = fit_groups(weight, grid, settings, importance)
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(columns, device=device)
     found = {
-        "unpack": ([integer], lambda: unpack(words, 3, columns)),
-        "decode to float32": ([integer], lambda: options[1].dequantize(torch.float32)),
-        "decode to bfloat16": ([integer], lambda: options[1].dequantize(torch.bfloat16)),
-        "inner products, float32": ([integer, products], lambda: inner_products(gradient, options)),
+        "unpack": ([coded], lambda: unpack(words, 3, columns)),
+        "decode to float32": ([coded], lambda: options[1].dequantize(torch.float32)),
+        "decode to bfloat16": ([coded], lambda: options[1].dequantize(torch.bfloat16)),
+        "inner products, float32": ([coded, products], lambda: inner_products(gradient, options)),
         "fit ranges": ([rounding], lambda: fit_groups(weight, grid, settings, importance)),
         "round to nearest": ([rounding], lambda: round_to_nearest(weight, [grid])),
         "GPTQ, loop over columns": (
@@ -110,7 +125,7 @@ def cases(rows, columns, device):
         choices = np.arange(8) % len(options)
         out = torch.empty(rows, columns, device=device)
         found["decode a stack of 8 experts"] = (
-            [stacks, integer],
+            [stacks, coded],
             lambda: stacks.decode_segments(options, choices, out),
         )
     return found
@@ -126,7 +141,11 @@ def main():
     device, results, load = torch.device(arguments.device), [], os.getloadavg()[0]
     for layer in arguments.layers.split(","):
         for name, (modules, run) in cases(*LAYERS[layer], device).items():
-            fast, plain = compare(run, modules, device, arguments.repeats)
+            measured = compare(run, modules, device, arguments.repeats)
+            if measured is None:
+                print(f"{layer:24} {name:28} no kernel here", flush=True)
+                continue
+            fast, plain = measured
             ratio = statistics.median(plain) / statistics.median(fast)
             results.append(
                 {
