@@ -387,8 +387,6 @@ def _onto_cone(rows: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     By Moreau's decomposition it is ``v`` plus the non-negative combination of rows nearest to ``-v``: non-negative
     least squares, for which bounded-variable least squares is the more dependable of scipy's two solvers.
     """
-    from scipy.optimize import lsq_linear
-
     vector = v.flatten()
     held = rows @ vector < 0
     if bool(held.any()) and len(rows) > 1:
