@@ -11,10 +11,12 @@ import torch
 
 import rco.formats
 from rco.formats.base import AdamState, AdamStep
+from rco.formats.input_rounding import InputRounding
 from rco.formats.integer import PackedWeight
 
 KERNELS = (
     "integer_kernels_triton", "integer_kernels_bfloat16", "gptq_kernels_triton", "tuning_kernels_triton",
+    "input_kernels_triton",
 )  # fmt: skip
 
 
@@ -84,7 +86,7 @@ def launches(monkeypatch, fresh):
 
 def test_every_kernel_is_launched_where_its_matrix_is(launches):
     rows, cols, here = 4, 128, torch.device("cpu")
-    general, regular, candidates, tuning = (getattr(launches, name) for name in KERNELS)
+    general, regular, candidates, tuning, inputs = (getattr(launches, name) for name in KERNELS)
     codes, scales = torch.zeros(rows, 16, dtype=torch.int32), torch.ones(rows, 1, dtype=torch.bfloat16)
     operand, out = general.Operand(codes, scales, None, 4), torch.zeros(rows, cols, dtype=torch.bfloat16)
     for module in (general, regular):
@@ -110,7 +112,10 @@ def test_every_kernel_is_launched_where_its_matrix_is(launches):
     kernels.decode(out)
     state = dict.fromkeys(("offsets", "scales"), AdamState(moments, 0.1))
     kernels.adam(out, out, state, AdamStep(torch.ones(3), torch.tensor(0), (0.9, 0.999), 1e-8))
-    assert launches.found == [here] * 11
+
+    inputs.rounded(InputRounding("int8"), out)
+    inputs.change_along(InputRounding("int8"), out, out)
+    assert launches.found == [here] * 13
 
 
 def test_every_file_of_kernels_is_seen_here():
