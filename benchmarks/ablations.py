@@ -46,7 +46,7 @@ from rco.data.calibration import build_splits
 from rco.pipeline.configs import TAU, Compute, QuantizeConfig
 from rco.pipeline.estimate import forward_seconds
 from rco.pipeline.evaluate_allocations import AllocationEvaluator
-from rco.pipeline.jobs import run_jobs
+from rco.pipeline.jobs import run_jobs, using_threads
 from rco.pipeline.planning import plan_compression, plan_groups
 from rco.pipeline.progress import Progress, Silent, make_progress
 from rco.runs import RunDirectory, environment
@@ -435,9 +435,8 @@ def run_ablations(
     plan = plan_ablations(config)
     config = plan.config
     open_run = RunDirectory.resume if config.resume else RunDirectory.create
-    with open_run(config.out, config.identity()) as folder:
+    with open_run(config.out, config.identity()) as folder, using_threads(config.threads * config.workers):
         config = dataclasses.replace(config, store=config.store or folder.folder / "candidates")
-        torch.set_num_threads(config.threads * config.workers)
         bench = _Bench(config, folder.folder, progress)
         bench.measure_sensitivities(sorted({run.seed for run in plan.runs}), progress)
         results, failed = run_jobs(

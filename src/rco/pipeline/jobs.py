@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from rco.atomic_files import read_json, write_json_atomic
 
-__all__ = ["Named", "Worker", "run_jobs"]
+__all__ = ["Named", "Worker", "run_jobs", "using_threads"]
 
 
 class Named(Protocol):
@@ -93,7 +93,7 @@ def run_jobs(
     if not missing:
         return results, failed
     if workers == 1:
-        with _threads(threads):
+        with using_threads(threads):
             worker = make_worker(argument) if here is None else here
             for job in missing:
                 finish(job, lambda job=job: worker.do(job))  # type: ignore[misc]
@@ -153,7 +153,8 @@ def _do(job: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def using_threads(count: int) -> Iterator[None]:
+    """Let torch compute with that many threads inside."""
     import torch
 
     before = torch.get_num_threads()
