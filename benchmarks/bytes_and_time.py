@@ -109,7 +109,8 @@ def measure_costs(plan, tokens, device):
     if device.type != "cuda":
         raise SystemExit("The products are timed on a GPU; give --costs on other machines.")
     costs, layers = {}, len({group.block for group in plan.groups})
-    for members in {tuple((m.kind, tuple(m.weight.shape)) for m in group.members) for group in plan.groups}:
+    merged = {tuple((m.kind, tuple(m.weight.shape)) for m in group.members) for group in plan.groups}
+    for members in sorted(merged):
         rows, columns = sum(shape[0] for _, shape in members), members[0][1][1]
         for name in FORMATS:
             whole = milliseconds(name, (rows, columns), tokens, layers, device)
