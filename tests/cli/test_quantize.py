@@ -150,7 +150,8 @@ def test_dry_run_says_range_and_estimates(run, tmp_path):
     )  # fmt: skip
     assert code == 0
     described = json.loads(out)
-    assert described["groups"] == 56
+    assert described["groups"] == 57
+    assert described["embedding"] == ["int8", "original"]
     assert described["estimate"]["memory_bytes"] > 0
     assert not (tmp_path / "x").exists()
 

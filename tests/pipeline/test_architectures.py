@@ -27,6 +27,7 @@ def check(name, folder, written, found):
     assert written["loss"] > 0
     assert torch.isfinite(written["gradient"]).all()
     assert written["gradient"].abs().sum() > 0
+    assert written["embedding"] == (name != "inkling_text")  # a table of its own kind
     assert bool(written["packed_experts"]) == TESTED[name].packed_experts
     assert bool(written["unread"]) == TESTED[name].unread_experts
     assert (written["experts"] > 0 and not written["packed_experts"]) == TESTED[name].stacked_experts
