@@ -217,7 +217,8 @@ def searches(arguments, config, compression, data, costs):
         compression.second = None if limit is None else SecondBudget(limit, costs)
         problem = compression.problem(Budget.parse(size=size))
         with compression.objective(data.search, data.selection) as objective:
-            result = make_searcher("rco", search_settings(config)).search(
+            settings = {**search_settings(config), "margin": compression.refinement_margin}
+            result = make_searcher("rco", settings).search(
                 problem, objective, **compression.search_inputs(problem, "fisher", config.strength)
             )
         row = {"size": size, "limit": None if limit is None else float(limit), **described(result.allocation)}

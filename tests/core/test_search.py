@@ -14,6 +14,7 @@ import rco.core.search
 from rco.compression.priors import logits_from_losses
 from rco.core.expected_cost import expected_cost
 from rco.core.moves import is_spent
+from rco.core.objective import Objective
 from rco.core.sampling import batch_order, gumbel_noise
 from rco.core.search import temperature
 from rco.testing import NetworkObjective, QuadraticObjective, random_problem, true_optimum
@@ -380,6 +381,27 @@ def test_the_exact_knapsack_of_the_proxy_is_a_candidate(seed, monotone):
     assert result.candidates["proxy 2"] == pytest.approx(best, rel=1e-12)
     assert result.candidates["proxy"] > best
     assert result.loss <= best + 1e-12
+
+
+def test_a_refined_allocation_must_win_by_the_margin():
+    """A loss that differs much between batches: without a margin, the lowest mean over a few of them wins."""
+    problem = random_problem(1, 12, 3, sense="<=")
+    noise = torch.randn(4, 12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    class Noisy(Objective):
+        num_batches = 4
+
+        def loss(self, gates, batch):
+            return 10.0 + (gates * noise[batch]).sum()
+
+    objective = Noisy()
+    objective.selection = Noisy()
+    found = [rco.RCO(steps=1, samples=2, refine=16, margin=m).search(problem, objective) for m in (0.0, 50.0)]
+    assert found[0].chosen_from == "refined"
+    assert found[1].chosen_from != "refined"
+    assert found[0].loss < found[1].loss
+    with pytest.raises(ValueError, match="margin"):
+        rco.RCO(margin=-1.0)
 
 
 def test_the_knapsack_of_a_prior_may_underspend():

@@ -79,6 +79,7 @@ Residency = Literal["resident", "offload"]
 PriorScale = Literal["rank", "global"]
 Start = Literal["fisher", "output-error", "weight-error", "reap", "frequency", "mass", "uniform", "none"]
 SCORES: tuple[ScoreName, ...] = ("reap", "frequency", "mass")
+_MARGIN = 2.0
 
 
 class Compression:
@@ -434,6 +435,11 @@ class Compression:
             isinstance(info, ExpertLinear) or info.role == EMBEDDING_ROLE for info in self.plan.linears
         )
         return rounding and linears
+
+    @property
+    def refinement_margin(self) -> float:
+        """Standard errors by which a refined allocation must win, so that it does not fit noise."""
+        return _MARGIN if self.has_diagonal_losses else 0.0
 
     def diagonal_losses(self, calibration: CalibrationSet, *, seed: int = 0) -> Tensor:
         """(N, K) predicted KL of every option, with rounded inputs, by squares of gradients at outputs.

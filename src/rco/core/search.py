@@ -81,6 +81,8 @@ class GumbelSearch(BudgetedSearch):
             elsewhere.
         monotone: Whether costlier options are never worse, so that unspent budget is spent; None: as the
             problem declares.
+        margin: Standard errors over the selection batches by which the refined allocation must beat the best
+            candidate.
         seed, max_evaluations, max_seconds: See :class:`rco.core.searcher.BudgetedSearch`. An allowance shortens
             the loop and the parts after it; the temperature then falls over the shorter loop.
     """
@@ -99,6 +101,7 @@ class GumbelSearch(BudgetedSearch):
     choose: bool = True
     surface: Surface | None = None
     monotone: bool | None = None
+    margin: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,6 +114,8 @@ class GumbelSearch(BudgetedSearch):
             raise ValueError(f"tau must be (first, last) with first >= last > 0, got {self.tau}.")
         if self.surface not in ("==", "<=", None):
             raise ValueError(f'surface must be "==", "<=" or None, got {self.surface!r}.')
+        if not self.margin >= 0:
+            raise ValueError(f"margin must not be negative, got {self.margin}.")
         if not 0 < self.average_last <= 1:
             raise ValueError(f"average_last must lie in (0, 1], got {self.average_last}.")
         if self.antithetic and self.samples % 2:
@@ -213,6 +218,8 @@ class RCO(GumbelSearch):
             None: ``"=="`` where allocations must meet the budget or costlier options are never worse.
         monotone: Whether costlier options are never worse, so that unspent budget is spent; None: as the problem
             declares.
+        margin: Standard errors over the selection batches by which the refined allocation must beat the best
+            candidate; above 0 where candidates differ little, so that the refinement does not fit noise.
         seed: Seed of all random draws: same seed, same result.
         max_evaluations: Most evaluations of the loss, a gradient counting as two more; None: no limit.
         max_seconds: Seconds after which no new evaluation begins, except for the final choice.
@@ -255,6 +262,13 @@ class PlainRCO(RCO):
     def surface_for(self, problem: AllocationProblem) -> Surface:
         """C = B as printed; with the slack variable of appendix A.7 where the budget may be left unspent."""
         return self.surface or ("<=" if problem.sense == "<=" else "==")
+
+
+def _beats(losses: np.ndarray, others: np.ndarray, margin: float) -> bool:
+    """Whether losses on the same batches are lower, by so many standard errors of the mean difference."""
+    change = losses - others
+    error = float(change.std(ddof=1)) / len(change) ** 0.5 if len(change) > 1 else 0.0
+    return float(losses.mean()) < float(others.mean()) - margin * error
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:
@@ -477,7 +491,7 @@ class GumbelState(SearchState):
             with self.run.allowance():
                 self.optima.climb(ranked, allowance)
                 self.optima.improve(end - self.evaluator.evaluations, self.settings.patience)
-        if self.optima.found and self.optima.best[1] < losses.mean():
+        if self.optima.found and _beats(self.optima.found[0].losses, losses, self.settings.margin):
             return self.optima.best
         return choices, float(losses.mean())
 

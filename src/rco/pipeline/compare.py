@@ -286,6 +286,7 @@ class WidthContest(Contest):
             job.seed,
             config,
             pair=impq_pair(compression.plan, problem),
+            margin=compression.refinement_margin,
         )
         inputs: dict[str, Tensor] = {}
         differences = prepared.differences if entrant.prior else None

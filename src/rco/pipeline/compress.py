@@ -253,7 +253,7 @@ def _search(
             )
         return found
     compression, device = planned.compression, planned.loaded.device
-    own = {"pair": impq_pair(compression.plan, planned.problem)}
+    own = {"pair": impq_pair(compression.plan, planned.problem), "margin": compression.refinement_margin}
     searcher = configured_searcher(config, own)
     with _timed(run, "search"), _shared_objective(planned, data) as objective:
         if device.type == "cuda":
