@@ -320,7 +320,7 @@ def report(settings: argparse.Namespace) -> None:
     from assignment_report import write_report
 
     small = None if settings.small is None else json.loads(settings.small.read_text())
-    write_report(json.loads(settings.results.read_text()), small, settings.docs)
+    write_report(json.loads(settings.results.read_text()), small, settings.docs, [*FAMILIES, *METHODS])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +112,17 @@ def _small_part(small: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def write_report(results: dict[str, Any], small: dict[str, Any] | None, docs: Path) -> None:
-    """Write ``assignment.md`` and ``assignment/*.svg``."""
+def write_report(
+    results: dict[str, Any], small: dict[str, Any] | None, docs: Path, order: Sequence[str]
+) -> None:
+    """Write ``assignment.md`` and ``assignment/*.svg``; ``order`` names families and methods, first to last."""
     found = gaps(results)
-    families = list(dict.fromkeys(f for f, _, _ in found))
-    methods = list(dict.fromkeys(m for _, _, m in found))
+
+    def place(name: str) -> int:
+        return order.index(name) if name in order else len(order)
+
+    families = sorted(dict.fromkeys(f for f, _, _ in found), key=place)
+    methods = sorted(dict.fromkeys(m for _, _, m in found), key=place)
     main = [m for m in methods if m not in ABLATIONS]
     counted = {s: max(len(v) for (_, size, _), v in found.items() if size == s) for _, s, _ in found}
     folder = docs / "assignment"

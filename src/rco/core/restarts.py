@@ -45,6 +45,7 @@ _TRIAL = 100  # random moves that show how well gradients predict
 _TRUSTED = 0.5  # correlation of predicted and true changes from which on they do
 _DESCENT_PER_GROUP, _SHORTEST_DESCENT = 0.25, 100  # moves after which a descent is judged
 _PAYING = 0.05  # share of its moves that must lower the loss for a descent to go on
+_REPEATED = 200  # moves in a row to known allocations after which a walk ends
 # Evaluations of the first round of a walk and restarts, and the growth of the rounds.
 _ROUND_PER_GROUP, _SHORTEST_ROUND, _LONGEST_ROUND, _GROWTH = 25, 500, 5000, 1.5
 _LEAST_SHARE, _SHARE_STEP = 0.2, 0.3  # of a walk and of restarts in a round; how fast the shares change
@@ -159,14 +160,21 @@ class LocalOptima:
         """A walk from the best local optimum, whose best allocation is refined; returns how many moves paid."""
         rng = generator(self.seed, _WALKS, self.walks)
         self.walks += 1
-        before = self.evaluator.evaluations
+        began = self.evaluator.evaluations
         guide = guide or Guide(self.problem, lambda choices: self._slopes(choices, end))
+        repeated = 0  # moves in a row to allocations whose loss is known
 
         def measure(moved: np.ndarray) -> float | None:
-            return float(self._losses(moved)[0]) if self._affords(1, end) else None
+            nonlocal repeated
+            if repeated > _REPEATED or not self._affords(1, end):
+                return None
+            before = self.evaluator.evaluations
+            found = float(self._losses(moved)[0])
+            repeated = repeated + 1 if self.evaluator.evaluations == before else 0
+            return found
 
         def show(lowest: float) -> None:
-            self._step(move_record(self.evaluator, self.evaluator.evaluations - before, moves, lowest))
+            self._step(move_record(self.evaluator, self.evaluator.evaluations - began, moves, lowest))
 
         choices, loss = self.best
         best, best_loss, paid = walk(self.problem, choices, loss, measure, moves, rng, cooling, show, guide)
