@@ -3,10 +3,14 @@
 import pytest
 import torch
 
-from rco.formats import input_kernels_triton, parse
+from rco.formats import parse
 from rco.formats.base import EncodeSettings
 from rco.formats.input_rounding import InputRounding, change_along
 from rco.formats.switchable import SwitchableLinear
+
+input_kernels_triton = pytest.importorskip(
+    "rco.formats.input_kernels_triton", reason="the kernels are Triton's", exc_type=ImportError
+)
 
 pytestmark = pytest.mark.gpu
 

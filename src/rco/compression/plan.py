@@ -304,7 +304,8 @@ def make_plan(
     values: dict[str, int | Format] = {str(width): width for width in (*widths, ORIGINAL.bits)}
     values |= {each.name: each for each in (*formats, ORIGINAL)}
     for_embeddings = engine.embedding_options(layout.model_type, widths, formats, group_size)
-    values |= {each.name: each for each in for_embeddings}
+    if any(info.role == EMBEDDING_ROLE for info in linears):
+        values |= {each.name: each for each in for_embeddings}
     locked = _parse_locks(locks, values, lambda pattern: _matching(pattern, "lock", linears))
     if engine.format == "compressed-tensors":
         for info in linears:
