@@ -47,8 +47,7 @@ def _describe(planned: Planned) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     options, embedding = plan.options, None
     if plan.target is None:  # formats of an embedding are its own
         embedding = next((group for group in plan.groups if group.members[0].role == EMBEDDING_ROLE), None)
-        offered = {option for group in plan.groups if group is not embedding for option in group.options}
-        options = tuple(option for option in options if option in offered)
+        options = tuple(option for option in options if option in plan.menus[False])
     grids = [option for option in options if isinstance(option, IntegerGrid)]
     others = [option.name for option in options if option not in (*grids, ORIGINAL, REMOVED)]
     types, integers = plan.block_types or others, bool(grids) and not plan.block_types

@@ -53,7 +53,6 @@ from rco.core.problem import Allocation, AllocationProblem
 from rco.data.calibration import CalibrationSet
 from rco.distributed import Ranks
 from rco.formats.base import Format, Stored
-from rco.formats.floating import FloatingPoint
 from rco.formats.removed import REMOVED
 from rco.formats.streaming import OptionStream, pinned_together
 from rco.losses import Head
@@ -430,7 +429,7 @@ class Compression:
     @property
     def has_diagonal_losses(self) -> bool:
         """Whether there are :meth:`diagonal_losses`: some option rounds inputs, and all groups are linears."""
-        rounding = any(isinstance(each, FloatingPoint) and each.rounds_inputs for each in self.plan.options)
+        rounding = any(each.rounds_inputs for each in self.plan.options)
         linears = not any(
             isinstance(info, ExpertLinear) or info.role == EMBEDDING_ROLE for info in self.plan.linears
         )

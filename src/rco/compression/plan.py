@@ -106,10 +106,10 @@ class CompressionPlan:
         """Whether a linear has a candidate for an option."""
         if self.target is not None:
             return self.target.fits(info, option)
-        return option in self._menus[info.role == EMBEDDING_ROLE] and _divides(info, option)
+        return option in self.menus[info.role == EMBEDDING_ROLE] and _divides(info, option)
 
     @cached_property
-    def _menus(self) -> dict[bool, frozenset[Format]]:
+    def menus(self) -> dict[bool, frozenset[Format]]:
         """Options of embeddings (True), and of all others."""
         return {
             embedding: frozenset(
@@ -127,7 +127,7 @@ class CompressionPlan:
             return "prune" if option == REMOVED else "keep"
         if self.target is not None:
             return option.name
-        same = [each for each in self.options if each.bits == option.bits and each.name != _BYTES.name]
+        same = [each for each in self.options if each.bits == option.bits and each != _BYTES]
         plain = isinstance(option, IntegerGrid) or option in (ORIGINAL, REMOVED)
         return str(option.bits) if plain and same == [option] else option.name
 
@@ -233,7 +233,7 @@ class CompressionPlan:
         """Options that experts do not have because they round inputs."""
         if not self.experts:
             return ()
-        return tuple(o.name for o in self.options if isinstance(o, FloatingPoint) and o.rounds_inputs)
+        return tuple(o.name for o in self.options if o.rounds_inputs)
 
     @property
     def experts(self) -> tuple[ExpertLinear, ...]:

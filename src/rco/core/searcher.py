@@ -456,9 +456,8 @@ class SearchRun:
         """Call back; the status if that or the target ends the search."""
         if self._callbacks.on_step is not None:
             try:
-                if self._callbacks.on_step(record) in (
-                    True,
-                ):  # not just any value: progress bars return some
+                answer = self._callbacks.on_step(record)
+                if answer in (True,):  # not just any value: progress bars return some
                     return "stopped"
             except StopIteration:
                 return "stopped"

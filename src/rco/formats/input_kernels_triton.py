@@ -83,18 +83,32 @@ def _rounded_units(
 
 
 @triton.jit
+def _own_units(units, members, UNITS: tl.constexpr, MEMBERS: tl.constexpr):
+    """Places (units, members) of a program's inputs, and which of them exist."""
+    unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)[:, None]
+    member = tl.arange(0, MEMBERS)[None, :]
+    return unit * members + member, (unit < units) & (member < members)
+
+
+@triton.jit
+def _round_tile(
+    x, out, units, members, global_scale,
+    ELEMENT: tl.constexpr, SCALES: tl.constexpr, EPSILON: tl.constexpr,
+    UNITS: tl.constexpr, MEMBERS: tl.constexpr,
+):  # fmt: skip
+    place, live = _own_units(units, members, UNITS, MEMBERS)
+    value = tl.load(x + place, mask=live, other=0.0)
+    found = _rounded_units(value, global_scale, ELEMENT, SCALES, EPSILON)
+    tl.store(out + place, found, mask=live)
+
+
+@triton.jit
 def _round_kernel(
     x, out, units, members, global_scale,
     ELEMENT: tl.constexpr, SCALES: tl.constexpr, EPSILON: tl.constexpr,
     UNITS: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)[:, None]
-    member = tl.arange(0, MEMBERS)[None, :]
-    live = (unit < units) & (member < members)
-    place = unit * members + member
-    value = tl.load(x + place, mask=live, other=0.0)
-    found = _rounded_units(value, global_scale, ELEMENT, SCALES, EPSILON)
-    tl.store(out + place, found, mask=live)
+    _round_tile(x, out, units, members, global_scale, ELEMENT, SCALES, EPSILON, UNITS, MEMBERS)
 
 
 @triton.jit
@@ -104,13 +118,7 @@ def _round_chosen_kernel(
     UNITS: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
     if tl.load(numbers + tl.load(choice)) == NUMBER:
-        unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)[:, None]
-        member = tl.arange(0, MEMBERS)[None, :]
-        live = (unit < units) & (member < members)
-        place = unit * members + member
-        value = tl.load(x + place, mask=live, other=0.0)
-        found = _rounded_units(value, global_scale, ELEMENT, SCALES, EPSILON)
-        tl.store(out + place, found, mask=live)
+        _round_tile(x, out, units, members, global_scale, ELEMENT, SCALES, EPSILON, UNITS, MEMBERS)
 
 
 @triton.jit
@@ -119,10 +127,7 @@ def _change_kernel(
     ELEMENT: tl.constexpr, SCALES: tl.constexpr, EPSILON: tl.constexpr,
     UNITS: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)[:, None]
-    member = tl.arange(0, MEMBERS)[None, :]
-    live = (unit < units) & (member < members)
-    place = unit * members + member
+    place, live = _own_units(units, members, UNITS, MEMBERS)
     value = tl.load(x + place, mask=live, other=0.0)
     slope = tl.load(gradient + place, mask=live, other=0.0).to(tl.float32)
     found = _rounded_units(value, global_scale, ELEMENT, SCALES, EPSILON)

@@ -714,7 +714,7 @@ class CompareQuantizeConfig(SearchProcesses, QuantizeConfig):
     def single(self, budget: str) -> QuantizeConfig:
         """The same settings with one budget and no checkpoint, so that export rules do not apply."""
         named: dict[str, Any] = {
-            self._budget()[0]: budget,
+            self.budget_kind: budget,
             "format": "none",
             "serve": self.engine,
             "tune": "off",
