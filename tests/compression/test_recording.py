@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from choices_on_device import decoder_by_place
+from embedding_cases import embeddings_case
 from expert_cases import experts_case
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,7 +20,6 @@ from rco.compression.budget import Budget
 from rco.compression.compression import Compression
 from rco.compression.cuda_graphs import NumbersOnDevice, Recording
 from rco.compression.plan import make_plan
-from rco.formats.integer import PackedWeight
 from rco.formats.switchable import LayerOptions
 from rco.testing.search_cases import WIDTHS, make_case, random_packed, sampled_gates
 
@@ -45,17 +46,6 @@ class RunAgain:
             kept.copy_(found)
 
 
-def decoder_by_place(options, dtype):
-    dense = [o.dequantize(dtype) if isinstance(o, PackedWeight) else o for o in options.listed]
-
-    def decode(places, out):
-        rows = out.shape[0] // options.parts
-        for start, place in zip(range(0, len(out), rows), places.reshape(-1).tolist(), strict=True):
-            out[start : start + rows] = dense[place][start : start + rows]
-
-    return decode
-
-
 @pytest.fixture
 def recorded(monkeypatch):
     """A machine that records: one GPU, graphs, and a kernel that decodes by a choice on the device."""
@@ -78,6 +68,8 @@ def case_of(kind, folder):
     """A case of a shape; ``locked``: the output layer and a linear have one width each, another is left alone."""
     if kind.startswith("experts"):
         return experts_case(folder, CPU, torch.float32, prune=kind == "experts-pruned")
+    if kind.endswith("embedding"):
+        return embeddings_case(CPU, torch.float32, tied=kind == "tied embedding", length=16)
     if kind != "locked":
         return make_case(kind, CPU, length=16, group=32)
     case = make_case("quick", CPU, length=16, group=32)
@@ -106,7 +98,10 @@ def samples_of(case, requests, graphs):
         return [answer() for answer in answers], objective.recorded
 
 
-@pytest.mark.parametrize("kind", ["quick", "quick-moe", "locked", "experts", "experts-pruned"])
+@pytest.mark.parametrize(
+    "kind",
+    ["quick", "quick-moe", "locked", "experts", "experts-pruned", "own embedding", "tied embedding"],
+)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 def test_replays_follow_the_gates_and_the_text_that_go_in(kind, checkpointing, recorded, tmp_path):
     case = case_of(kind, tmp_path)

@@ -1,15 +1,15 @@
 """The samples of a step ask nothing of a GPU before all of them are launched, seen without a GPU."""
 
 from contextlib import nullcontext
-from functools import lru_cache
 
 import pytest
 import torch
+from choices_on_device import decoder_by_place
+from embedding_cases import embeddings_case
 from expert_cases import experts_case
 from pretend_gpu import GPU, pretend_gpu
 
 from rco.compression.compression import Compression
-from rco.formats.integer import PackedWeight
 from rco.formats.switchable import LayerOptions
 from rco.models.loading import wrap_model
 from rco.testing.search_cases import make_case, sampled_gates
@@ -78,26 +78,15 @@ def test_samples_are_launched_without_waiting(kind, checkpointing, monkeypatch, 
             assert waits
 
 
-@lru_cache(maxsize=64)
-def decoder_by_place(options, dtype):
-    """In place of the GPU's kernel: decodes the option that a number on the device picks, without reading it."""
-    dense = torch.stack([o.dequantize(dtype) if isinstance(o, PackedWeight) else o for o in options.listed])
-    dense = dense.unflatten(1, (options.parts, -1))  # (options, parts, rows of a part, columns)
-
-    def decode(places, out):
-        index = places.reshape(1, -1, 1, 1).expand(1, *dense.shape[1:])
-        out.copy_(dense.gather(0, index)[0].flatten(0, 1))
-
-    return decode
-
-
-def check_recording(model, job, monkeypatch, caplog):
-    """Samples on a pretended GPU are recorded, and are those of the CPU."""
+def tiny_case(model, job, monkeypatch):
+    """A case of a few tokens and widths, as every operation of a pretended GPU is slow."""
+    monkeypatch.setattr("rco.testing.search_cases.WIDTHS", (3, 8))
     loaded = wrap_model(model, name="tiny")
-    monkeypatch.setattr(
-        "rco.testing.search_cases.WIDTHS", (3, 8)
-    )  # every operation of a pretended GPU is slow
-    case = make_case("quick-moe", CPU, length=6, group=64, loaded=loaded, job=job)
+    return make_case("quick-moe", CPU, length=6, group=64, loaded=loaded, job=job)
+
+
+def check_recording(case, monkeypatch, caplog):
+    """Samples on a pretended GPU are recorded, and are those of the CPU."""
     requests = [(gates, batch) for batch, gates in enumerate(sampled_gates(case, 2))]
     with case.backend.objective(case.data) as objective:
         wanted = [objective.enqueue(*request)() for request in requests]
@@ -117,10 +106,18 @@ def check_recording(model, job, monkeypatch, caplog):
 
 @pytest.mark.parametrize("name", TINY_MOE_NAMES)
 def test_pruning_is_recorded_on_every_architecture(name, monkeypatch, caplog):
-    check_recording(tiny_moe(name, num_hidden_layers=2, layer_types=None), "prune", monkeypatch, caplog)
+    model = tiny_moe(name, num_hidden_layers=2, layer_types=None)
+    check_recording(tiny_case(model, "prune", monkeypatch), monkeypatch, caplog)
 
 
 # Kinds of blocks that differ in their code; tests/gpu has the whole table.
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
 def test_quantization_is_recorded(name, monkeypatch, caplog):
-    check_recording(tiny_model(name, num_hidden_layers=1), "quantize", monkeypatch, caplog)
+    case = tiny_case(tiny_model(name, num_hidden_layers=1), "quantize", monkeypatch)
+    check_recording(case, monkeypatch, caplog)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own embedding", "tied embedding"])
+def test_embeddings_are_recorded(tied, monkeypatch, caplog):
+    case = embeddings_case(CPU, torch.float32, tied=tied, length=6, layers=1)
+    check_recording(case, monkeypatch, caplog)

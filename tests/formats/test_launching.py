@@ -93,6 +93,7 @@ def test_every_kernel_is_launched_where_its_matrix_is(launches):
         module.decoder(operand, 128, (rows, cols))(out)
         module.multiplier([operand], 128, (rows, cols), 1, here)(out)
     regular.chosen_decoder([operand], 128, (rows, cols))(torch.tensor(0), out)
+    general.chosen_decoder([(operand, 128)], (rows, cols))(torch.tensor(0), out)
 
     weight, square = torch.zeros(rows, cols), torch.zeros(cols, cols)
     scales, zeros = torch.ones(rows, 1), torch.zeros(rows, 1, dtype=torch.uint8)
@@ -115,7 +116,7 @@ def test_every_kernel_is_launched_where_its_matrix_is(launches):
 
     inputs.rounded(InputRounding("int8"), out)
     inputs.change_along(InputRounding("int8"), out, out)
-    assert launches.found == [here] * 13
+    assert launches.found == [here] * 14
 
 
 def test_every_file_of_kernels_is_seen_here():

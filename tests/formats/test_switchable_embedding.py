@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from choices_on_device import decoder_by_place
 
 from rco import formats
+from rco.formats.switchable import LayerOptions
 from rco.formats.switchable_embedding import SwitchableEmbedding
 from rco.models.embeddings import embedding_info, switchable_ends
 from rco.models.layout import layout_for
@@ -44,6 +46,34 @@ def test_rows_and_gate_gradients_are_those_of_dense_tables(scale):
         torch.testing.assert_close(some[[0, 2]], theirs[[0, 2]], rtol=1e-4, atol=1e-4)
         assert not some[[1, 3]].any()
         assert torch.equal(layer.selected_weight(torch.float32), dense[choice])
+
+
+@pytest.mark.parametrize("scale", [None, 2.5])
+def test_a_choice_on_the_device_gives_what_one_on_the_host_does(scale, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    weight, probe = (torch.randn(shape, generator=generator) for shape in ((40, 48), (2, 4, 48)))
+    options, tokens = options_of(weight), torch.tensor([[3, 3, 39, 0], [7, 3, 1, 0]])
+    options.append(options[1])  # stands in for one that does not fit
+    layer, count = SwitchableEmbedding(options, weight, scale), len(options)
+    assert not layer.supports_device_choice(weight.dtype)
+    layer.select(0, place=torch.tensor(1))
+    with pytest.raises(ValueError, match=r"No kernel decodes .* by a choice on cpu"):
+        layer(tokens)
+    monkeypatch.setattr(LayerOptions, "chosen_decoder", decoder_by_place)
+    assert layer.supports_device_choice(weight.dtype)
+    for choice in range(count):
+        found = []
+        for place in (None, torch.tensor(choice)):
+            gate = torch.eye(count, dtype=torch.float64)[choice].requires_grad_()
+            # Where the choice is read from the device, the one of the host is another.
+            layer.select(choice if place is None else (choice + 2) % count, gate, place=place)
+            rows = layer(tokens)
+            found.append([rows.detach(), *torch.autograd.grad(rows, gate, probe)])
+            with torch.no_grad():
+                assert torch.equal(layer(tokens), rows)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+    layer.noise = torch.zeros_like(weight)
+    assert not layer.supports_device_choice(weight.dtype)
 
 
 def test_a_tied_embedding_counts_both_uses():

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from rco.formats import parse
+from rco.formats.base import EncodeSettings
 from rco.formats.integer import PackedWeight, pack
 from rco.formats.products import inner_products
 from rco.formats.streaming import OptionStream
 from rco.formats.switchable import Selection, SwitchableLinear, switchable_linear
+from rco.formats.switchable_embedding import SwitchableEmbedding
 
 gpu = pytest.importorskip(
     "rco.formats.integer_kernels_gpu", reason="the kernels are Triton's", exc_type=ImportError
@@ -55,15 +58,42 @@ def test_decoding_by_a_choice_on_the_device(rows, cols, group, symmetric, dtype)
     dense = torch.randn(rows, cols).to(dtype)
     listed = [*(option.to("cuda") for option in options), dense.cuda()]
     decode = gpu.chosen_decoder(listed, dtype, (rows, cols))
-    regular = dtype == BF16 and cols % 128 == 0 and (group is None or group % 128 == 0)
-    assert (decode is not None) == regular
-    if decode is not None:
-        choices = torch.randperm(len(listed), device="cuda")
-        found = torch.full((rows, cols), torch.nan, dtype=dtype, device="cuda")
-        for place, choice in zip(choices.unbind(), choices.tolist(), strict=True):
-            decode(place, found)
-            wanted = dense if choice == 8 else options[choice].dequantize(dtype)
-            assert torch.equal(found.cpu(), wanted), choice
+    choices = torch.randperm(len(listed), device="cuda")
+    found = torch.full((rows, cols), torch.nan, dtype=dtype, device="cuda")
+    for place, choice in zip(choices.unbind(), choices.tolist(), strict=True):
+        decode(place, found)
+        wanted = dense if choice == 8 else options[choice].dequantize(dtype)
+        assert torch.equal(found.cpu(), wanted), choice
+
+
+@pytest.mark.parametrize("tokens", [3, 160])
+@pytest.mark.parametrize("dtype", [BF16, FLOAT], ids=str)
+@pytest.mark.parametrize(
+    "names",
+    [("int2-g128", "int4-g128", "int8-g128"), ("int3-g32", "int8", "q4_k", "iq4_xs", "bf16")],
+    ids=len,
+)
+def test_an_embedding_whose_choice_is_on_the_device_is_the_one_chosen_by_the_host(names, dtype, tokens):
+    torch.manual_seed(0)
+    weight = torch.randn(300, 512).to("cuda", dtype)
+    settings = EncodeSettings(storage_dtype=dtype)
+    options = [parse(name).encode(weight.float(), settings=settings) for name in names]
+    options += [None, options[1]]
+    layer, count = SwitchableEmbedding(options, weight), len(options)
+    ids = torch.randint(0, 300, (2, tokens), device="cuda")
+    slope, places = torch.randn(2, tokens, 512, device="cuda").to(dtype), torch.arange(count, device="cuda")
+    assert layer.supports_device_choice(dtype)
+    for choice in range(count):
+        found = []
+        for place in (None, places[choice]):
+            gate = torch.eye(count, dtype=torch.float64, device="cuda")[choice].requires_grad_()
+            layer.select(choice if place is None else (choice + 2) % count, gate, place=place)
+            rows = layer(ids)
+            found.append([rows.detach(), *torch.autograd.grad(rows, gate, slope)])
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+        option = options[choice]
+        dense = weight if option is None else option.dequantize(dtype)
+        assert torch.equal(found[0][0], dense[ids])
 
 
 @pytest.mark.parametrize(("rows", "cols", "group", "symmetric", "dtype"), CASES)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from embedding_cases import embeddings_case
 from expert_cases import experts_case
 
 from rco import formats
@@ -30,6 +31,7 @@ def offloaded(packed):
 
 def test_resident_and_streamed_samples_agree_bit_for_bit_and_leave_the_model_alone():
     first = make_case("quick", CUDA, length=96, group=32)
+    first.backend.graphs = False  # recorded, cuBLAS may multiply in another order
     before = {name: tensor.clone() for name, tensor in first.loaded.model.state_dict().items()}
     with sample_of(first) as work:
         wanted = [work() for _ in range(2)][1]
@@ -82,6 +84,8 @@ def any_case(kind, tmp_path):
         return make_case(kind, CUDA, length=96, group=32)
     if kind == "streamed":
         return make_case("quick", CUDA, length=96, group=32, memory="offload")
+    if kind.endswith("embedding"):
+        return embeddings_case(CUDA, torch.bfloat16, tied=kind == "tied embedding")
     case = experts_case(tmp_path, CUDA, torch.bfloat16, prune=kind == "experts-pruned")
     if kind == "experts-streamed":
         case.backend.memory = "offload"
@@ -108,11 +112,15 @@ def watch_for_waiting(mode):
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize(
-    "kind", ["quick", "streamed", "experts", "experts-pruned", "experts-streamed", "quick-moe"]
-)
+    "kind",
+    [
+        "quick", "streamed", "experts", "experts-pruned", "experts-streamed", "quick-moe", "own embedding",
+        "tied embedding",
+    ],
+)  # fmt: skip
 def test_the_samples_of_a_step_are_launched_without_waiting(kind, checkpointing, tmp_path):
     case = any_case(kind, tmp_path)
-    case.backend.checkpointing = checkpointing
+    case.backend.checkpointing, case.backend.graphs = checkpointing, False
     case.data.mask[:, :7] = False  # positions that do not count are found without asking, too
     gates = sampled_gates(case, 4)
     with case.backend.objective(case.data) as objective:
@@ -135,7 +143,18 @@ def test_the_samples_of_a_step_are_launched_without_waiting(kind, checkpointing,
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("kind", ["recorded", "quick-moe", "experts", "experts-pruned"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "recorded",
+        "quick-moe",
+        "experts",
+        "experts-pruned",
+        "several groups",
+        "own embedding",
+        "tied embedding",
+    ],
+)
 def test_replayed_samples_are_those_that_are_launched_and_nobody_waits_for_them(
     kind, checkpointing, tmp_path
 ):
@@ -186,7 +205,12 @@ def test_samples_with_rounded_inputs_are_recorded(checkpointing):
 
 
 def recorded_case(kind, folder):
-    # Rows of whole groups of 128 columns in bfloat16 are decoded by a choice on the device.
+    if kind.endswith("embedding"):
+        return any_case(kind, folder)
+    if kind == "several groups":
+        names = ("int2-g32", "int4-g64", "int8-channel", "original")
+        return make_case("quick", CUDA, length=96, formats=[formats.parse(name) for name in names])
+    # Of experts, rows of whole groups of 128 columns in bfloat16 are decoded by a choice on the device.
     if kind.startswith("experts"):
         prune = kind == "experts-pruned"  # which reads original weights; without, they are in host memory
         widths = (2, 4, 16) if prune else (2, 4)

@@ -58,33 +58,28 @@ def chosen_decoder(
     dtype: torch.dtype,
     shape: tuple[int, int],
     parts: int = 1,
-    *,
-    general: bool = False,
 ) -> Callable[[Tensor, Tensor], None] | None:
     """Kernel that decodes the option whose index is on the device; None if no kernel supports these options.
 
     The index is read when the kernel runs, so a recorded launch can be replayed with another choice. There is one
-    index for each of ``parts`` of the rows. With ``general``, options of any groups are decoded by a launch each.
+    index for each of ``parts`` of the rows; several only for regular bfloat16 matrices of one group size.
     """
     groups = {option.group_size for option in options if isinstance(option, CodedWeight)}
     if not groups or not _takes(dtype, options, shape):
         return None
-    if general and parts == 1:
-        listed = [
-            (_operand(o), o.group_size) if isinstance(o, CodedWeight) else (_dense_operand(o), max(groups))
-            for o in options
-        ]
-        return integer_kernels_triton.chosen_decoder(listed, shape)
-    if len(groups) != 1:
-        return None
-    (group,) = groups
-    operands = [_operand(o) if isinstance(o, CodedWeight) else _dense_operand(o) for o in options]
-    if not (
-        integer_kernels_bfloat16.decodes(dtype, operands, group, shape)
+    # A dense option has no groups: it goes along with the longest ones, which take the fewest segments.
+    listed = [
+        (_operand(o), o.group_size) if isinstance(o, CodedWeight) else (_dense_operand(o), max(groups))
+        for o in options
+    ]
+    operands, group = [operand for operand, _ in listed], max(groups)
+    if (
+        len(groups) == 1
+        and integer_kernels_bfloat16.decodes(dtype, operands, group, shape)
         and integer_kernels_bfloat16.decodes_parts(shape, parts)
     ):
-        return None
-    return integer_kernels_bfloat16.chosen_decoder(operands, group, shape, parts)
+        return integer_kernels_bfloat16.chosen_decoder(operands, group, shape, parts)
+    return integer_kernels_triton.chosen_decoder(listed, shape) if parts == 1 else None
 
 
 def multiplier(

@@ -208,13 +208,15 @@ def _decode_kernel(
 @triton.jit
 def _decode_chosen_kernel(
     choice, codes, scales, zeros, minima, table, out, rows, cols, group, per_row,
-    INDEX: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr, SEGMENT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    if tl.load(choice) == INDEX:
-        _decode_tile(
-            codes, scales, zeros, minima, table, out, rows, cols, group, per_row, BITS, KIND, SEGMENT, COUNT
-        )  # fmt: skip
+    chosen = tl.load(choice)
+    for k in tl.static_range(len(BITS)):
+        if chosen == k:
+            _decode_tile(
+                codes[k], scales[k], zeros[k], minima[k], table[k], out, rows, cols, group[k], per_row[k],
+                BITS[k], KIND[k], SEGMENT[k], COUNT[k],
+            )  # fmt: skip
 
 
 @triton.jit
@@ -272,26 +274,24 @@ def decoder(operand: Operand, group: int, shape: tuple[int, int]) -> Callable[[T
 def chosen_decoder(
     operands: Sequence[tuple[Operand, int]], shape: tuple[int, int]
 ) -> Callable[[Tensor, Tensor], None]:
-    """Kernels that decode the operand, of those with their groups, whose index is on the device.
-
-    There is one launch for each operand, of which all but one end at once.
-    """
+    """Kernel that decodes the operand, of those with their groups, whose index is on the device."""
     rows, cols = shape
-    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    for index, (operand, group) in enumerate(operands):
-        segment = segment_width(group, cols)
-        count, per_row = _ELEMENTS // segment, triton.cdiv(cols, segment)
-        constants = {
-            "INDEX": index, "BITS": operand.bits, "KIND": operand.kind, "SEGMENT": segment, "COUNT": count,
-            "num_warps": _WARPS, "enable_fp_fusion": False,
-        }  # fmt: skip
-        launch = _decode_chosen_kernel[(triton.cdiv(rows * per_row, count),)]
-        launches.append((launch, (operand.parts, group, per_row), constants))
+    listed, groups = zip(*operands, strict=True)
+    segments = tuple(segment_width(group, cols) for group in groups)
+    counts = tuple(_ELEMENTS // segment for segment in segments)
+    per_row = tuple(triton.cdiv(cols, segment) for segment in segments)
+    # Operands cut rows into segments of their own lengths: enough programs for any of them.
+    programs = max(triton.cdiv(rows * each, count) for each, count in zip(per_row, counts, strict=True))
+    launch = _decode_chosen_kernel[(programs,)]
+    tensors = tuple(zip(*(operand.parts for operand in listed), strict=True))
+    constants = {
+        "BITS": tuple(operand.bits for operand in listed), "KIND": tuple(operand.kind for operand in listed),
+        "SEGMENT": segments, "COUNT": counts, "num_warps": _WARPS, "enable_fp_fusion": False,
+    }  # fmt: skip
 
     def decode(choice: Tensor, out: Tensor) -> None:
         with launching_at(out):
-            for launch, (parts, group, per_row), constants in launches:
-                launch(choice, *parts, out, rows, cols, group, per_row, **constants)
+            launch(choice, *tensors, out, rows, cols, groups, per_row, **constants)
 
     return decode
 

@@ -35,6 +35,7 @@ __all__ = [
     "SwitchableLinear",
     "WeightBuffer",
     "check_selection",
+    "fresh_weight",
     "switchable_linear",
 ]
 
@@ -131,14 +132,12 @@ class LayerOptions:
             if (
                 tensors
                 and len(tensors) == len(self.listed)
-                and on_triton_path(tensors[0])
+                and all(map(on_triton_path, tensors))
                 and self._rounds_by_choice(dtype)
             ):
                 from rco.formats import integer_kernels_gpu
 
-                self._chosen[dtype] = integer_kernels_gpu.chosen_decoder(
-                    fused, dtype, self.shape, self.parts, general=bool(self.roundings)
-                )
+                self._chosen[dtype] = integer_kernels_gpu.chosen_decoder(fused, dtype, self.shape, self.parts)
         return self._chosen[dtype]
 
     def _rounds_by_choice(self, dtype: torch.dtype) -> bool:
@@ -241,7 +240,7 @@ def _weight(options: LayerOptions, selection: Selection, dtype: torch.dtype) -> 
     if selection.gate is not None and selection.gate.requires_grad and torch.is_grad_enabled():
         weight: Tensor = _SwitchableWeight.apply(selection.gate, options, selection, dtype)  # type: ignore[no-untyped-call]
         return weight
-    return _fresh(options, selection, dtype)
+    return fresh_weight(options, selection, dtype)
 
 
 class SwitchableLayer(nn.Module):
@@ -435,7 +434,7 @@ class _SwitchableWeight(torch.autograd.Function):
         ctx: Any, gate: Tensor, options: LayerOptions, selection: Selection, dtype: torch.dtype
     ) -> Tensor:
         ctx.options, ctx.selection = options, selection
-        return _fresh(options, selection, dtype)
+        return fresh_weight(options, selection, dtype)
 
     @staticmethod
     @once_differentiable
@@ -501,7 +500,8 @@ def _dense(
     return _fill(option, buffer.take(options.shape, dtype, device))
 
 
-def _fresh(options: LayerOptions, selection: Selection, dtype: torch.dtype) -> Tensor:
+def fresh_weight(options: LayerOptions, selection: Selection, dtype: torch.dtype) -> Tensor:
+    """The selected weight as a dense matrix that no other layer overwrites, without a gradient."""
     with torch.no_grad():
         weight = _dense(options, selection, dtype, options.device, WeightBuffer())
         # An alias, so that autograd does not mark the original weight as the output of a function.

@@ -1,6 +1,7 @@
 """A token embedding that can be any one of K compressed versions of itself, with a gradient for every option.
 
-Only the rows of the tokens at hand are decoded, and only their gradients enter the inner products with options.
+Only the rows of the tokens at hand are decoded, and only their gradients enter the inner products with options. A
+token that occurs twice is decoded twice: finding the distinct ones would make the host wait for a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from rco.formats.base import Stored
 from rco.formats.products import Option, inner_products
-from rco.formats.switchable import Selection, SwitchableLayer, WeightBuffer
+from rco.formats.switchable import LayerOptions, Selection, SwitchableLayer, WeightBuffer, fresh_weight
 
 __all__ = ["SwitchableEmbedding"]
 
@@ -33,6 +34,7 @@ class SwitchableEmbedding(SwitchableLayer):
     ) -> None:
         super().__init__(options, original.detach())
         self.buffer = WeightBuffer()
+        self._known = LayerOptions(self.options)
         # In a tuple, so that the parameter is not registered here a second time.
         self._original, self._scale = (original,), scale
 
@@ -47,8 +49,8 @@ class SwitchableEmbedding(SwitchableLayer):
         return self.weight.device
 
     def supports_device_choice(self, dtype: torch.dtype) -> bool:
-        """Whether the choice can be read from the device; never."""
-        return False
+        """Whether the layer can read its choice from the device, and so be recorded, when computing in a type."""
+        return self.noise is None and self._known.chosen_decoder(dtype) is not None
 
     def selected_weight(self, dtype: torch.dtype) -> Tensor:
         """The selected option as a new dense matrix."""
@@ -58,15 +60,14 @@ class SwitchableEmbedding(SwitchableLayer):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Rows of the selected option (..., features) for token ids (...)."""
-        used, places = torch.unique(tokens, return_inverse=True)
-        gate = self.selection.gate
+        places, gate = tokens.reshape(-1), self.selection.gate
         if gate is not None and gate.requires_grad and torch.is_grad_enabled():
-            rows: Tensor = _Rows.apply(gate, used, self.options, self.selection, self.weight.dtype)  # type: ignore[no-untyped-call]
+            rows: Tensor = _Rows.apply(gate, places, self.options, self.selection, self.weight.dtype)  # type: ignore[no-untyped-call]
         else:
-            rows = _dense_rows(self.options[self.selection.choice], used, self.weight.dtype)
+            rows = _chosen_rows(self.options, self.selection, places, self.weight.dtype)
         if self.noise is not None:
-            rows = rows + self.noise[used].to(rows.dtype)
-        found = rows[places]
+            rows = rows + self.noise[places].to(rows.dtype)
+        found = rows.view(*tokens.shape, -1)
         return found if self._scale is None else found * self._scale
 
 
@@ -81,10 +82,15 @@ def _part(option: Option, rows: Tensor) -> Option:
     )
 
 
-def _dense_rows(option: Option, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    part = _part(option, rows)
-    dense = part if isinstance(part, Tensor) else part.dequantize()
-    return dense.to(rows.device, dtype)
+def _chosen_rows(options: Sequence[Option], selection: Selection, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Some rows of the selected option, dense."""
+    if selection.place is None:
+        part = _part(options[selection.choice], rows)
+        dense = part if isinstance(part, Tensor) else part.dequantize()
+        return dense.to(rows.device, dtype)
+    # Each distinct option once: where one does not fit the embedding, another stands in its place.
+    parts = {key: _part(option, rows) for key, option in {id(each): each for each in options}.items()}
+    return fresh_weight(LayerOptions([parts[id(option)] for option in options]), selection, dtype)
 
 
 class _Rows(torch.autograd.Function):
@@ -98,19 +104,24 @@ class _Rows(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         ctx.rows, ctx.options, ctx.selection = rows, options, selection
-        return _dense_rows(options[selection.choice], rows, dtype)
+        return _chosen_rows(options, selection, rows, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         selection, gate = ctx.selection, ctx.selection.gate
         wanted = selection.active or (True,) * len(ctx.options)
-        parts = [
-            _on(_part(option, ctx.rows), gradient.device) if used else None
-            for option, used in zip(ctx.options, wanted, strict=True)
-        ]
-        products = inner_products(gradient.float(), parts)
-        return products.to(device=gate.device, dtype=gate.dtype), None, None, None, None
+        slopes, found = gradient.float(), torch.zeros_like(gate)
+        products: dict[int, Tensor] = {}
+        # One option at a time: together, options of several group sizes need numbers copied from the host, which a
+        # recording must not contain.
+        for index, option in enumerate(ctx.options):
+            if wanted[index]:
+                if id(option) not in products:
+                    part = _on(_part(option, ctx.rows), slopes.device)
+                    products[id(option)] = inner_products(slopes, [part])[0]
+                found[index] = products[id(option)]
+        return found, None, None, None, None
 
 
 def _on(option: Option, device: torch.device) -> Option:
