@@ -26,7 +26,7 @@ def main():
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="where noise is made; another device, other noise")
+    parser.add_argument("--device", default="cpu", help="where it is computed; another device, other noise")
     arguments = parser.parse_args()
     written = write_off_grid(arguments.source, arguments.target, arguments.seed, arguments.device)
     print(f"{written:,} bytes")
@@ -54,7 +54,7 @@ def _noisy(reader, name, generator):
     out = torch.empty(entry.rows, entry.columns, dtype=torch.bfloat16)
     for start in range(0, entry.rows, _ROWS):
         places = torch.arange(start, min(start + _ROWS, entry.rows))
-        block = reader.decode_rows(name, places).to(generator.device).unflatten(-1, (-1, _BLOCK))
+        block = reader.decode_rows(name, places, generator.device).unflatten(-1, (-1, _BLOCK))
         gaps = block.sort(-1).values.diff(dim=-1)
         step = torch.where(gaps > 0, gaps, torch.inf).amin(-1, keepdim=True)
         noise = torch.rand(block.shape, generator=generator, device=block.device) - 0.5

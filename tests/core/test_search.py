@@ -402,6 +402,13 @@ def test_a_refined_allocation_must_win_by_the_margin():
     assert found[0].loss < found[1].loss
     with pytest.raises(ValueError, match="margin"):
         rco.RCO(margin=-1.0)
+    # A candidate of the loop must beat the starting points by as much, and the proxy's knapsack is one of them.
+    proxy = torch.randn(12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    searches = [rco.RCO(steps=4, samples=8, refine=0, margin=m) for m in (0.0, 50.0)]
+    found = [search.search(problem, objective, proxy=proxy) for search in searches]
+    assert found[0].chosen_from in ("final", "averaged", "prices", "best sample")
+    assert found[1].loss == min(found[1].candidates[name] for name in ("proxy", "uniform"))
+    assert found[0].loss < found[1].loss
 
 
 def test_the_knapsack_of_a_prior_may_underspend():

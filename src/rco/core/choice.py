@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from rco.core.knapsack import found_allocation
 from rco.core.moves import spend
 from rco.core.problem import AllocationProblem
 
-__all__ = ["Candidates", "SampleTracker"]
+__all__ = ["Candidates", "SampleTracker", "beats", "start_first"]
 
 _HORIZON = 32  # samples in the moving average of losses
 
@@ -65,6 +65,24 @@ class Candidates:
             key = self.choices[name].tobytes()
             ranked.setdefault(key, (name, self.choices[name], losses[key]))
         return list(ranked.values())
+
+
+def beats(losses: np.ndarray, others: np.ndarray, margin: float) -> bool:
+    """Whether losses on the same batches are lower, by so many standard errors of the mean difference."""
+    change = losses - others
+    error = float(change.std(ddof=1)) / len(change) ** 0.5 if len(change) > 1 else 0.0
+    return float(losses.mean()) < float(others.mean()) - margin * error
+
+
+def start_first(
+    ranked: Sequence[tuple[str, np.ndarray, np.ndarray]], starts: Iterable[np.ndarray], margin: float
+) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """A ranking that begins with the best starting point unless the best candidate beats that by the margin."""
+    known = {choices.tobytes() for choices in starts}
+    best = next((each for each in ranked if each[1].tobytes() in known), None)
+    if best is None or not margin or beats(ranked[0][2], best[2], margin):
+        return list(ranked)
+    return [best, *(each for each in ranked if each is not best)]
 
 
 class SampleTracker:

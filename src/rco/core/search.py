@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core.choice import Candidates, SampleTracker
+from rco.core.choice import Candidates, SampleTracker, beats
 from rco.core.evaluator import Evaluator
 from rco.core.expected_cost import expected_cost
 from rco.core.interaction import InteractionLosses
@@ -81,8 +81,8 @@ class GumbelSearch(BudgetedSearch):
             elsewhere.
         monotone: Whether costlier options are never worse, so that unspent budget is spent; None: as the
             problem declares.
-        margin: Standard errors over the selection batches by which the refined allocation must beat the best
-            candidate.
+        margin: Standard errors over the selection batches by which a candidate must beat the best starting point,
+            and the refined allocation the best candidate.
         seed, max_evaluations, max_seconds: See :class:`rco.core.searcher.BudgetedSearch`. An allowance shortens
             the loop and the parts after it; the temperature then falls over the shorter loop.
     """
@@ -125,6 +125,11 @@ class GumbelSearch(BudgetedSearch):
     def compares_starts(self) -> bool:
         """Whether the starting points are among the candidates."""
         return self.choose
+
+    @property
+    def margin_over_starts(self) -> float:
+        """Standard errors by which a candidate must beat the best starting point."""
+        return self.margin
 
     def surface_for(self, problem: AllocationProblem) -> Surface:
         """The surface on which the logits move."""
@@ -218,8 +223,9 @@ class RCO(GumbelSearch):
             None: ``"=="`` where allocations must meet the budget or costlier options are never worse.
         monotone: Whether costlier options are never worse, so that unspent budget is spent; None: as the problem
             declares.
-        margin: Standard errors over the selection batches by which the refined allocation must beat the best
-            candidate; above 0 where candidates differ little, so that the refinement does not fit noise.
+        margin: Standard errors over the selection batches by which a candidate must beat the best starting point,
+            and the refined allocation the best candidate; above 0 where allocations differ little, so that the
+            choice does not fit noise.
         seed: Seed of all random draws: same seed, same result.
         max_evaluations: Most evaluations of the loss, a gradient counting as two more; None: no limit.
         max_seconds: Seconds after which no new evaluation begins, except for the final choice.
@@ -262,13 +268,6 @@ class PlainRCO(RCO):
     def surface_for(self, problem: AllocationProblem) -> Surface:
         """C = B as printed; with the slack variable of appendix A.7 where the budget may be left unspent."""
         return self.surface or ("<=" if problem.sense == "<=" else "==")
-
-
-def _beats(losses: np.ndarray, others: np.ndarray, margin: float) -> bool:
-    """Whether losses on the same batches are lower, by so many standard errors of the mean difference."""
-    change = losses - others
-    error = float(change.std(ddof=1)) / len(change) ** 0.5 if len(change) > 1 else 0.0
-    return float(losses.mean()) < float(others.mean()) - margin * error
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:
@@ -491,7 +490,7 @@ class GumbelState(SearchState):
             with self.run.allowance():
                 self.optima.climb(ranked, allowance)
                 self.optima.improve(end - self.evaluator.evaluations, self.settings.patience)
-        if self.optima.found and _beats(self.optima.found[0].losses, losses, self.settings.margin):
+        if self.optima.found and beats(self.optima.found[0].losses, losses, self.settings.margin):
             return self.optima.best
         return choices, float(losses.mean())
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rco.core.choice import Candidates
+from rco.core.choice import Candidates, start_first
 from rco.core.evaluator import Evaluator, OutOfAllowance, SearchStopped
 from rco.core.moves import layer_order, repaired, uniform_allocation
 from rco.core.objective import Loss, one_hot
@@ -122,6 +122,11 @@ class BudgetedSearch(ABC):
     def compares_starts(self) -> bool:
         """Whether the uniform assignment and the prior's knapsack are compared with the method's candidates."""
         return True
+
+    @property
+    def margin_over_starts(self) -> float:
+        """Standard errors over the selection batches by which a candidate must beat the best starting point."""
+        return 0.0
 
     def require(self, **least: float) -> None:
         """Raise an error for a setting below its least value."""
@@ -472,6 +477,7 @@ class SearchRun:
             self._check_allowance(0)
         candidates = Candidates(state.problem, self.evaluator)
         state.propose(candidates)
+        proposed = list(candidates.choices)
         # Joint knapsacks can run out of time, so that a method has nothing to propose.
         if self.settings.compares_starts or not candidates.choices:
             self._add_starts(candidates)
@@ -482,7 +488,8 @@ class SearchRun:
             assert self.target.is_feasible(choices), (
                 f"{self.settings.name} proposed {name}, which is infeasible"
             )
-        ranked = candidates.ranked()
+        starts = [each for name, each in candidates.choices.items() if name not in proposed]
+        ranked = start_first(candidates.ranked(), starts, self.settings.margin_over_starts)
         name, choices, losses = ranked[0]
         loss = float(losses.mean())
         self.evaluator.keep_back(0)

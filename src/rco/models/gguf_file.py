@@ -312,8 +312,8 @@ class GGUFReader:
         entry = self.tensors[name]
         return self.decode_rows(name, torch.arange(entry.rows)).view(entry.shape)
 
-    def decode_rows(self, name: str, places: Tensor) -> Tensor:
-        """Some rows of a tensor as float32 (rows, columns), those of all its matrices counted through."""
+    def decode_rows(self, name: str, places: Tensor, device: torch.device | str = "cpu") -> Tensor:
+        """Some rows of a tensor as float32 (rows, columns); rows of all its matrices are counted through."""
         entry = self.tensors[name]
         kind = TYPE_NAMES.get(entry.number)
         if kind is None:
@@ -322,7 +322,7 @@ class GGUFReader:
                 "the file with another type, such as bf16."
             )
         data = np.frombuffer(self.data(name), dtype=np.uint8).reshape(entry.rows, -1)
-        rows = torch.from_numpy(data[places.numpy()])
+        rows = torch.from_numpy(data[places.numpy()]).to(device)
         if kind in FLOAT_TYPES:
             return rows.view(FLOAT_TYPES[kind][1]).float()
         return GGMLFormat(kind).from_blocks(rows, (len(rows), entry.columns)).dequantize(torch.float32)
