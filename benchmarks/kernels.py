@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -19,9 +20,11 @@ import numpy as np
 import torch
 
 from rco.atomic_files import write_json_atomic
-from rco.formats import coded, products, rounding, stacks
+from rco.formats import coded, floating, input_rounding, integer, parse, products, rounding, stacks
 from rco.formats import gptq as gptq_module
+from rco.formats.base import AdamState, AdamStep, EncodeSettings
 from rco.formats.gptq import descend, gptq
+from rco.formats.input_rounding import change_along
 from rco.formats.integer import IntegerGrid, unpack
 from rco.formats.products import inner_products
 from rco.formats.rounding import FitSettings, fit_groups, round_to_nearest
@@ -119,6 +122,8 @@ def cases(rows, columns, device):
             lambda: descend(weight, damped, grid, settings, codes.clone(), scales, zeros, sweeps=2),
         ),
     }
+    found |= floating_cases(weight, gradient, hessian)
+    found |= {"training step of codes and scales": ([integer], training_step(weight, gradient, options[1]))}
     if columns > 2048:  # minutes in torch
         found = {name: case for name, case in found.items() if "GPTQ" not in name and "descent" not in name}
     if rows % 8 == 0:
@@ -129,6 +134,67 @@ def cases(rows, columns, device):
             lambda: stacks.decode_segments(options, choices, out),
         )
     return found
+
+
+def floating_cases(weight, gradient, hessian):
+    """Cases of the formats whose inputs are rounded."""
+    peak = EncodeSettings(input_peak=5.0, sweeps=4)
+    x = torch.randn_like(weight).bfloat16()
+    along, by_output = torch.randn_like(x), [floating, gptq_module]
+    formats = {name: parse(name) for name in ("nvfp4-a4", "fp8-dynamic")}
+    stored = {name: each.encode(weight, settings=peak) for name, each in formats.items()}
+    found = {
+        "inner products, nvfp4 and fp8": (
+            [coded, products],
+            lambda: inner_products(gradient, list(stored.values())),
+        ),
+        "GPTQ and descent, nvfp4": (
+            by_output,
+            lambda: formats["nvfp4-a4"].encode(weight, hessian, settings=peak),
+        ),
+    }
+    for name, each in stored.items():
+        rule = formats[name].input_rule(each)
+        found |= {
+            f"decode {name} to bfloat16": ([coded], partial(each.dequantize, torch.bfloat16)),
+            f"round inputs, {name}": ([input_rounding], partial(rule, x)),
+            f"weigh rounded inputs, {name}": ([input_rounding], partial(change_along, rule, x, along)),
+        }
+    return found
+
+
+def training_step(weight, gradient, stored):
+    """One step of Adam on codes and scales, and the decoded weight after it: by kernels if they may be used."""
+    tunable = stored.format.tunable(stored, weight)
+    parameters = dict(tunable.named_parameters())
+    optimizer = torch.optim.Adam(parameters.values(), lr=1e-4)
+    state = {
+        name: AdamState((torch.zeros_like(each), torch.zeros_like(each)), 1e-4)
+        for name, each in parameters.items()
+    }
+    step = AdamStep(
+        torch.ones(3, device=weight.device),
+        torch.zeros((), dtype=torch.int64, device=weight.device),
+        (0.9, 0.999),
+        1e-8,
+    )
+    out = torch.empty_like(weight)
+
+    @torch.no_grad()
+    def run():
+        kernels = tunable.kernels()
+        if kernels is not None:
+            kernels.adam(gradient, out, state, step)
+            return
+        with torch.enable_grad():
+            decoded = tunable()
+        found = torch.autograd.grad(decoded, list(parameters.values()), gradient.to(decoded.dtype))
+        for each, own in zip(parameters.values(), found, strict=True):
+            each.grad = own
+        optimizer.step()
+        out.copy_(tunable())
+
+    return run
 
 
 def main():

@@ -31,6 +31,7 @@ from rco.formats.coded import CodedFormat, CodedWeight, pack
 from rco.formats.elements import TOP, Element, ascending, levels_of, nearest_codes, power_of_two
 from rco.formats.gptq import exact_errors, factorize
 from rco.formats.input_rounding import InputRounding
+from rco.formats.integer_kernels_cpu import on_compiled_path
 from rco.formats.rounding import check_weight, normalized_importance, working_dtype
 
 __all__ = ["FloatingPoint", "FloatingWeight", "TunableFloating"]
@@ -482,7 +483,7 @@ class _Columns:
         """Round a block of columns in turn; returns the errors (rows, width) to correct later columns for."""
         width = len(factor)
         errors = torch.empty(len(current), width, dtype=current.dtype, device=current.device)
-        if not current.is_cuda:
+        if on_compiled_path(current):
             from rco.formats.floating_kernels_cpu import gptq_levels
 
             gptq_levels(
@@ -501,7 +502,7 @@ class _Columns:
 
     def descend(self, residual: Tensor, hessian: Tensor, first: int, places: Tensor, decoded: Tensor) -> bool:
         """Move the elements of a block of columns in turn; returns whether any moved."""
-        if not residual.is_cuda:
+        if on_compiled_path(residual):
             from rco.formats.floating_kernels_cpu import descend_levels
 
             moved: int = descend_levels(
