@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
 
+from rco.cli.garbage import uncollected
 from rco.models.zoo import find_builtin
 from rco.pipeline.configs import PruneConfig, QuantizeConfig
 from rco.pipeline.planning import plan_compression
@@ -41,6 +46,49 @@ def test_a_dry_run_reads_no_weights(tmp_path, capsys):
     told = capsys.readouterr().out
     assert "56 linears" in told
     assert "bits from 2 to 8" in told
+
+
+def test_a_dry_run_imports_what_the_model_needs_and_looks_for_no_garbage_at_the_end(tmp_path):
+    folder, _ = find_builtin("tiny-llama").locate()
+    code = f"""
+import atexit, gc, sys
+from rco.cli import main
+atexit.register(lambda: print("frozen", gc.get_freeze_count()))
+assert main(["quantize", {str(folder)!r}, "--bits=2.5", "--dry-run", "--device=cpu"]) == 0
+print("modules", *{{name.partition('.')[0] for name in sys.modules}})
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    ).stdout
+    (modules,) = (line.split()[1:] for line in told.splitlines() if line.startswith("modules"))
+    assert "transformers" in modules
+    assert {"rich", "matplotlib", "datasets", "pandas", "pyarrow", "lm_eval"}.isdisjoint(modules)
+    (frozen,) = (int(line.split()[1]) for line in told.splitlines() if line.startswith("frozen"))
+    assert frozen > 100_000
+
+
+def test_without_collection_garbage_stays_until_afterwards():
+    class Loop:
+        def __init__(self):
+            self.me = self
+
+    assert gc.isenabled()
+    with uncollected():
+        assert not gc.isenabled()
+        before = gc.get_stats()
+        seen = [weakref.ref(Loop()) for _ in range(5000)]
+        assert gc.get_stats() == before
+    assert gc.isenabled()
+    assert all(each() is not None for each in seen)
+    gc.collect()
+    assert all(each() is None for each in seen)
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()  # as it was
+    finally:
+        gc.enable()
 
 
 def test_a_model_of_eight_billion_parameters_is_planned_on_the_meta_device(tmp_path):

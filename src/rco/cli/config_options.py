@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from rco.cli.flags import as_flags, flag_of
+from rco.cli.garbage import uncollected
 
 __all__ = ["Switches", "command_from_config", "taken_device"]
 
@@ -48,9 +50,10 @@ def command_from_config(
 
     def command(**values: Any) -> None:
         shown = Switches(**{name: values.pop(name) for name in switches})
-        if "device" in values:
-            values["device"] = taken_device(values["device"], quiet=shown.quiet or shown.as_json)
-        run(config(**values), shown)
+        with uncollected() if shown.dry_run else nullcontext():
+            if "device" in values:
+                values["device"] = taken_device(values["device"], quiet=shown.quiet or shown.as_json)
+            run(config(**values), shown)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = run.__doc__

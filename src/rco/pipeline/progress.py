@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
-
-import rich.progress
-from rich.console import Console
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rco.core.result import StepRecord
+
+if TYPE_CHECKING:  # plans, which show no progress, need not import it
+    import rich.progress
+    from rich.console import Console
 
 __all__ = [
     "BarProgress",
@@ -126,6 +127,8 @@ def follow(progress: bool | Progress | Callable[[ProgressEvent], object]) -> Ite
 
 def make_progress(quiet: bool = False) -> BarProgress | LineProgress:
     """Bars on a terminal, occasional lines elsewhere, nothing when quiet."""
+    from rich.console import Console
+
     console = Console(stderr=True, quiet=quiet, highlight=False)
     return BarProgress(console) if console.is_terminal and not quiet else LineProgress(console)
 
@@ -147,6 +150,8 @@ class BarProgress:
     """Progress bars on a terminal."""
 
     def __init__(self, console: Console) -> None:
+        import rich.progress
+
         self._bars = rich.progress.Progress(
             rich.progress.TextColumn("{task.description:<14}"),
             rich.progress.BarColumn(),
