@@ -45,11 +45,18 @@ def captured(work: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
         torch.OutOfMemoryError: There is not enough memory to record it.
     """
     work()  # once without recording, for compilation and permanent allocations
-    graph = torch.cuda.CUDAGraph()
+    graph, one = torch.cuda.CUDAGraph(), torch.ones(1, device=device)
     # The outer context selects the GPU to record on, and restores the current stream if recording fails.
     stream = torch.cuda.current_stream(device)
-    with torch.cuda.stream(stream), torch.cuda.graph(graph), NumbersOnDevice():
-        outputs = work()
+    try:
+        with torch.cuda.stream(stream), torch.cuda.graph(graph), NumbersOnDevice():
+            outputs = work()
+    except RuntimeError:
+        # torch's random generator still takes part in the broken recording, and would refuse to draw; the end of
+        # another one releases it.
+        with torch.cuda.stream(stream), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            one.fill_(1.0)
+        raise
     return graph, outputs
 
 
