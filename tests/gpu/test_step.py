@@ -326,7 +326,9 @@ def test_what_cannot_be_recorded_is_launched_and_right(monkeypatch, caplog):
     with case.backend.objective(case.data) as objective:
         found = [objective.enqueue(*request)() for request in requests]
         assert not objective.recorded
-    assert torch.rand(3, device=CUDA).isfinite().all()  # torch refuses to draw while it believes to be recording
+    assert (
+        torch.rand(3, device=CUDA).isfinite().all()
+    )  # torch refuses to draw while it believes to be recording
     assert sum("could not be recorded" in record.message for record in caplog.records) == 1
     for (loss, gradient), (expected, slope) in zip(found, wanted, strict=True):
         assert loss == pytest.approx(expected, rel=1e-5)
