@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _QUICK_STEPS = 400
-_POINTS = 120  # of a trace that is kept for the figures
+_POINTS = 60  # of a trace that is kept for the figures
 _WITHIN = 1.0  # per cent of the optimum that counts as there
 
 Progress = Callable[[int, int, str], None]
