@@ -840,7 +840,75 @@ def tuning_table(rows):
     ]
 
 
+def by_budget(data, name_of_budget):
+    """KL of every entrant of a comparison: a row each, a column per budget, empty where it does not fit."""
+    rows = {(row["method"], row["budget"]): row for row in data["rows"]}
+    largest = {
+        b: max(row.get("bytes") or 0 for row in data["rows"] if row["budget"] == b) for b in budgets_of(data)
+    }
+    budgets = sorted(largest, key=largest.__getitem__)
+    methods = sorted(
+        dict.fromkeys(method for method, _ in rows),
+        key=lambda method: [
+            rows[method, b]["kl"] if (method, b) in rows else math.inf for b in budgets[::-1]
+        ],
+    )
+    lines = [
+        f"| | {' | '.join(map(name_of_budget, budgets))} |",
+        "|---|" + "---:|" * len(budgets),
+    ]
+    for method in methods:
+        cells = [f"{rows[method, b]['kl']:.4f}" if (method, b) in rows else "" for b in budgets]
+        lines.append(f"| `{method}` | {' | '.join(cells)} |")
+    return lines
+
+
+def gguf_comparisons():
+    """RCO beside llama.cpp's mixtures at the sizes of these, on two models."""
+    lines = []
+    for name, title in (
+        ("gguf_qwen2.5_coder_1.5b", "Qwen2.5-Coder-1.5B-Instruct"),
+        ("gguf_smollm2_135m", "SmolLM2-135M-Instruct"),
+    ):
+        data = load(name)
+        if data is None:
+            continue
+        sizes = {row["budget"]: row["bytes"] for row in data["rows"] if row["method"] == row["budget"]}
+        below = [
+            1 - row["kl"] / mixture["kl"]
+            for row in data["rows"]
+            for mixture in data["rows"]
+            if row["method"] == "rco" and mixture["method"] == mixture["budget"] == row["budget"]
+        ]
+        lines += [
+            f"**{title}**, H200, one seed. {data['note']}",
+            "",
+            *by_budget(data, lambda budget, sizes=sizes: f"{budget.removeprefix('llama-').upper()}, "
+                       f"{sizes[budget] / 1e6:,.1f} MB"),
+            "",
+            f"RCO is {100 * min(below):.0f} to {100 * max(below):.0f} % below the mixture of each size.",
+            "",
+        ]  # fmt: skip
+    return lines
+
+
+def floating_comparison():
+    """Ways of choosing among NVFP4, FP8 and the original."""
+    data = load("floating_point_tiny_llama")
+    if data is None:
+        return []
+    seeds = max(row["seeds"] for row in data["rows"])
+    return [
+        f"`{data['command']}`, H200, mean over {seeds} seeds:",
+        "",
+        *by_budget(data, lambda budget: f"{budget} bits per weight"),
+        "",
+    ]
+
+
 DOCUMENTS = {
+    "docs/gguf.md": [gguf_comparisons],
+    "docs/floating_point.md": [floating_comparison],
     "README.md": (headline,),
     "docs/results.md": (
         comparison,

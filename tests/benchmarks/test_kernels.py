@@ -6,13 +6,16 @@ import torch
 
 CPU = torch.device("cpu")
 CASES = kernels.cases(16, 128, CPU)
+ON_GPUS_ALONE = {name for name in CASES if "inputs" in name or name == "training step of codes and scales"}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_operation_has_a_kernel_that_is_left_out(name):
     modules, run = CASES[name]
     measured = kernels.compare(run, modules, CPU, repeats=1)
-    assert measured is not None
+    assert (measured is None) == (name in ON_GPUS_ALONE)
+    if measured is None:
+        return
     assert [len(times) for times in measured] == [1, 1]
 
 
