@@ -5,7 +5,7 @@ import torch
 from floating_weights import representable
 
 from rco import formats
-from rco.formats import elements, floating
+from rco.formats import elements, floating, parse
 from rco.formats.base import EncodeSettings
 from rco.formats.floating import FloatingPoint
 from rco.testing import check_format
@@ -190,3 +190,17 @@ def test_a_shared_peak_gives_the_shards_of_a_fused_matrix_one_scale():
         for weight in (small, large)
     ]
     assert torch.equal(files[0]["weight_global_scale"], files[1]["weight_global_scale"])
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8", "fp8-block", "mxfp4", "mxfp8"])
+def test_a_training_step_packs_nothing(name, monkeypatch):
+    """Packing waits for the device, and there would be 32 passes over the codes in every step."""
+    weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+    format = parse(name)
+    stored = format.encode(weight.bfloat16())
+    tunable = format.tunable(stored, weight)
+    monkeypatch.setattr("rco.formats.floating.pack", None)
+    decoded = tunable()
+    assert torch.equal(decoded, format.decode(stored, decoded.dtype))
+    decoded.sum().backward()
+    assert all(each.grad is not None for each in tunable.parameters())

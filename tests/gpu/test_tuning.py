@@ -8,6 +8,7 @@ from tuning_cases import QUICK, Case
 
 from rco.compression import tuning
 from rco.compression.cuda_graphs import Recording
+from rco.formats import parse
 from rco.testing.tiny_models import tiny_model, tiny_moe
 
 pytestmark = pytest.mark.gpu
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "floating point", "qwen3_moe", "gpt_oss", "mixtral"])
 def test_steps_are_recorded_and_replayed_to_the_same_result(tmp_path, name, dtype, half, monkeypatch, caplog):
     replays = []
 
@@ -25,8 +26,12 @@ def test_steps_are_recorded_and_replayed_to_the_same_result(tmp_path, name, dtyp
             return super().__call__(*inputs)
 
     monkeypatch.setattr(tuning, "Recording", Counted)
-    model = tiny_model("llama") if name == "llama" else tiny_moe(name)
-    case = Case(tmp_path, model.to("cuda"), dtype=dtype, symmetric=True, widths=(3, 4))
+    if name == "floating point":
+        formats = {"widths": (), "formats": [parse("nvfp4-a4"), parse("fp8-dynamic")]}
+        case = Case(tmp_path, tiny_model("llama").to("cuda", torch.bfloat16), dtype=dtype, **formats)
+    else:
+        model = tiny_model("llama") if name == "llama" else tiny_moe(name)
+        case = Case(tmp_path, model.to("cuda"), dtype=dtype, symmetric=True, widths=(3, 4))
     settings = replace(QUICK, at_once=2, half=half)
     found = case.run(settings)
     assert not any("recorded" in message for message in caplog.messages)

@@ -27,7 +27,7 @@ from rco.formats.base import (
     Tunable,
     measured,
 )
-from rco.formats.coded import CodedFormat, CodedWeight, pack
+from rco.formats.coded import CodedFormat, CodedWeight, decode_codes, pack
 from rco.formats.elements import TOP, Element, ascending, levels_of, nearest_codes, power_of_two
 from rco.formats.gptq import exact_errors, factorize
 from rco.formats.input_rounding import InputRounding
@@ -420,7 +420,10 @@ class FloatingWeight(CodedWeight):
 
     def wide_scales(self, dtype: torch.dtype) -> Tensor:
         """(out, in) the scale of every weight."""
-        scales = self.scales.to(dtype)
+        return self.widened(self.scales.to(dtype))
+
+    def widened(self, scales: Tensor) -> Tensor:
+        """(out, in) of scales (out, groups)."""
         return scales.repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
 
 
@@ -588,16 +591,20 @@ class TunableFloating(Tunable):
         decoded: Tensor = _Stepped.apply(self.offsets, self.scales, self)  # type: ignore[no-untyped-call]
         return decoded
 
-    def stored(self) -> FloatingWeight:
-        """The weight of the present elements and scales."""
+    def present(self) -> tuple[Tensor, Tensor]:
+        """Codes, uint8 (out, in), and scales (out, groups) as they would be stored."""
         order, places = self.order, self.places
         assert isinstance(order, Tensor)
         assert isinstance(places, Tensor)
         offsets = None if self.offsets is None else self.offsets.detach()
-        found = self._weight.with_codes(order[_moved(places, offsets, len(order))])
-        if self.scales is not None:
-            found = found.over({**found.tensors, "scales": self._stored_scales().detach().contiguous()})
-        return found
+        scales = self._weight.scales if self.scales is None else self._stored_scales().detach()
+        return order[_moved(places, offsets, len(order))], scales
+
+    def stored(self) -> FloatingWeight:
+        """The weight of the present elements and scales."""
+        codes, scales = self.present()
+        found = self._weight.with_codes(codes)
+        return found if self.scales is None else found.over({**found.tensors, "scales": scales.contiguous()})
 
 
 def _fractions(values: Tensor, levels: Tensor) -> Tensor:
@@ -622,17 +629,19 @@ class _Stepped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, offsets: Tensor | None, scales: Tensor | None, tuned: TunableFloating) -> Tensor:
-        stored = tuned.stored()
-        ctx.tuned, ctx.stored = tuned, stored
-        ctx.save_for_backward(offsets)
-        return stored.dequantize()
+        weight = tuned._weight
+        codes, own = tuned.present()
+        ctx.tuned = tuned
+        ctx.save_for_backward(offsets, own)
+        decoded = decode_codes(codes, own, 0, weight.group_size, table=weight.table)
+        return decoded if weight.rounded_to is None else decoded.to(weight.rounded_to)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (offsets,) = ctx.saved_tensors
-        tuned, stored = ctx.tuned, ctx.stored
-        exact = torch.float64 if stored.dtype == torch.float64 else torch.float32
+        offsets, scales = ctx.saved_tensors
+        tuned, weight = ctx.tuned, ctx.tuned._weight
+        exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
         levels, gradient = tuned.sorted.to(exact), gradient.to(exact)
         place = _moved(tuned.places, offsets, len(levels))
         by_offset = by_scale = None
@@ -640,9 +649,8 @@ class _Stepped(torch.autograd.Function):
             raw = tuned.places + offsets
             steps = levels.diff()[place.clamp_max(len(levels) - 2)]
             inside = (raw >= -0.5) & (raw <= len(levels) - 0.5)
-            by_offset = torch.where(inside, gradient * steps * stored.wide_scales(exact), 0.0).to(
-                offsets.dtype
-            )
+            wide = weight.widened(scales.to(exact))
+            by_offset = torch.where(inside, gradient * steps * wide, 0.0).to(offsets.dtype)
         if ctx.needs_input_grad[1]:
-            by_scale = _groups(gradient * levels[place], stored.format.kind.scaling).sum(dim=2)
+            by_scale = _groups(gradient * levels[place], weight.format.kind.scaling).sum(dim=2)
         return by_offset, by_scale, None
