@@ -207,12 +207,12 @@ def work(task: Task) -> dict[str, Any] | None:
         return None if found is None else task.record() | found
     assert task.method is not None
     result = search(task.method, instance, task.evaluations, task.seed)
-    assert instance.problem.is_feasible(result.allocation)
     return task.record() | {
         "loss": loss_of(instance, np.asarray(result.allocation)),
         "uniform": loss_of(instance, uniform_allocation(instance.problem)),
         "used": result.forwards + 2 * result.backwards,
         "seconds": round(result.seconds, 3),
+        "feasible": instance.problem.is_feasible(result.allocation),
     }
 
 

@@ -907,8 +907,8 @@ def floating_comparison():
 
 
 DOCUMENTS = {
-    "docs/gguf.md": [gguf_comparisons],
-    "docs/floating_point.md": [floating_comparison],
+    "docs/gguf.md": (gguf_comparisons,),
+    "docs/floating_point.md": (floating_comparison,),
     "README.md": (headline,),
     "docs/results.md": (
         comparison,

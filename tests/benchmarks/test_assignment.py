@@ -41,7 +41,7 @@ def test_a_run_is_continued_and_reported(tmp_path):
     assignment.main([*arguments, "--methods", "rco,greedy", "--evaluations", "90", "--optima"])
     results = json.loads(out.read_text())
     assert len(results["records"]) == 4
-    assert all(record["used"] <= 90 for record in results["records"])
+    assert all(record["feasible"] and record["used"] <= 90 for record in results["records"])
     solvers = {o["solver"]: o["loss"] for o in results["optima"] if o["family"] == "quadratic"}
     assert solvers["HiGHS"] == pytest.approx(solvers["enumeration"])
     assert min(min(values) for values in gaps(results).values()) >= -1e-9
