@@ -159,6 +159,20 @@ def test_compiled_loops_do_what_the_loops_over_columns_do(name):
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4", "mxfp4"])
+def test_a_column_without_inputs_is_encoded_without_dampening(name):
+    """The descent has no slope to follow there: such a column is rounded to nearest."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(512, 64, generator=generator)
+    inputs[:, 9] = 0
+    weight = torch.randn(16, 64, generator=generator)
+    moments = inputs.T @ inputs / len(inputs)
+    found = FloatingPoint(name).encode(weight, moments, settings=EncodeSettings(damp=0.0, sweeps=2))
+    nearest = elements.nearest_codes(weight / found.wide_scales(torch.float32), found.element)
+    assert torch.equal(found.codes()[:, 9], nearest[:, 9])
+    assert not torch.equal(found.codes(), nearest)
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4", "mxfp4"])
 def test_compensation_lowers_the_error_of_the_outputs(name):
     """With correlated inputs, against the nearest elements and against fitted ranges alone."""
     generator = torch.Generator().manual_seed(1)

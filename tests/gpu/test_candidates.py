@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from rco.formats import encode_all, parse
+from rco.formats.base import EncodeSettings
 from rco.formats.gptq import gptq
 from rco.formats.integer import IntegerGrid
 from rco.formats.rounding import round_to_nearest
@@ -65,3 +67,33 @@ def test_float64_is_worked_on_in_float64():
     for a, b in zip(here.candidates, there.candidates, strict=True):
         assert torch.equal(a.codes(), b.codes().cpu())
         torch.testing.assert_close(b.scales.cpu(), a.scales, rtol=1e-10, atol=0)
+
+
+FLOATING = ["fp8", "fp8-block", "int8", "nvfp4", "mxfp4", "mxfp8"]
+
+
+def test_floating_point_formats_are_compensated_as_on_the_cpu():
+    """Also with rows of zeros, an input that is always zero, and columns that are no multiple of a block."""
+    weight, hessian = layer(150, 352, 800)
+    weight[3], hessian[7], hessian[:, 7] = 0, 0, 0
+    formats = [parse(name) for name in FLOATING]
+    settings = EncodeSettings(storage_dtype=torch.bfloat16, sweeps=3)
+    here = encode_all(formats, weight, hessian, settings=settings)
+    there = encode_all(formats, weight.cuda(), hessian.cuda(), settings=settings)
+    nearest = encode_all(formats, weight, settings=settings)
+    for name, a, b, plain in zip(FLOATING, here, there, nearest, strict=True):
+        assert b.stored.device.type == "cuda", name
+        assert (a.stored.codes() == b.stored.codes().cpu()).float().mean() > 0.98, name
+        assert b.error == pytest.approx(a.error, rel=1e-2), name
+        difference = [each.stored.dequantize(torch.float64).cpu() - weight.double() for each in (b, plain)]
+        ours, theirs = (float(((d @ hessian.double()) * d).sum()) for d in difference)
+        assert ours < theirs, name
+
+
+def test_floating_point_formats_of_float64_weights():
+    weight, hessian = layer(40, 96, 300)
+    settings = EncodeSettings(sweeps=2)
+    for format in map(parse, FLOATING):
+        here = format.encode(weight.double(), hessian.double(), settings=settings)
+        there = format.encode(weight.double().cuda(), hessian.double().cuda(), settings=settings)
+        assert torch.equal(here.codes(), there.codes().cpu()), format.name

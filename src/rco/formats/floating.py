@@ -27,11 +27,11 @@ from rco.formats.base import (
     Tunable,
     measured,
 )
-from rco.formats.coded import CodedFormat, CodedWeight, decode_codes, pack
+from rco.formats.coded import CodedFormat, CodedWeight, decode_codes, on_triton_path, pack
 from rco.formats.elements import TOP, Element, ascending, levels_of, nearest_codes, power_of_two
 from rco.formats.gptq import exact_errors, factorize
 from rco.formats.input_rounding import InputRounding
-from rco.formats.integer_kernels_cpu import on_compiled_path
+from rco.formats.integer_kernels_cpu import on_compiled_path, over_rows
 from rco.formats.rounding import check_weight, normalized_importance, working_dtype
 
 __all__ = ["FloatingPoint", "FloatingWeight", "TunableFloating"]
@@ -452,20 +452,20 @@ def _compensated(
         current[:, last:].addmm_(errors, inverse_root[first:last, last:], alpha=-1.0)
     decoded = levels[places.int()] * start.wide_scales(values.dtype)
     for _ in range(sweeps):
-        moved = False
+        moved = torch.zeros((), dtype=torch.int64, device=device)
         for first in range(0, columns, _COLUMNS_AT_ONCE):
             last = min(first + _COLUMNS_AT_ONCE, columns)
             residual = (values - decoded) @ hessian[:, first:last]
             block = hessian[first:last, first:last].contiguous()
-            moved = grid.descend(residual, block, first, places, decoded) or moved
-        if not moved:
+            grid.descend(residual, block, first, places, decoded, moved)
+        if not bool(moved):
             break
     return start.with_codes(order[places.int()])
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """Loops over the columns of a block: compiled on a CPU, one column at a time elsewhere.
+    """Loops over the columns of a block: compiled on a CPU, by kernels on a GPU, one column at a time elsewhere.
 
     Attributes:
         levels: Levels in ascending order.
@@ -484,15 +484,28 @@ class _Columns:
 
     def gptq(self, current: Tensor, factor: Tensor, first: int, places: Tensor) -> Tensor:
         """Round a block of columns in turn; returns the errors (rows, width) to correct later columns for."""
-        width = len(factor)
-        errors = torch.empty(len(current), width, dtype=current.dtype, device=current.device)
+        rows, width = len(current), len(factor)
+        errors = torch.empty(rows, width, dtype=current.dtype, device=current.device)
         if on_compiled_path(current):
-            from rco.formats.floating_kernels_cpu import gptq_levels
+            from rco.formats import floating_kernels_cpu
 
-            gptq_levels(
-                current.numpy(), factor.numpy(), self.scales.numpy(), self.group, first, self.levels.numpy(),
-                self.between.numpy(), places.numpy(), errors.numpy(),
-            )  # fmt: skip
+            arrays = [t.numpy() for t in (current, self.scales, places, errors)]
+            share, tables = factor.numpy(), (self.levels.numpy(), self.between.numpy())
+
+            def task(a: int, b: int) -> None:
+                weight, scales, index, miss = (array[a:b] for array in arrays)
+                floating_kernels_cpu.gptq_levels(
+                    weight, share, scales, self.group, first, *tables, index, miss
+                )
+
+            over_rows(rows, width * width, task)
+            return errors
+        if on_triton_path(current) and current.dtype == torch.float32:
+            from rco.formats import floating_kernels_triton
+
+            floating_kernels_triton.gptq_levels(
+                current, factor, self.scales, self.group, first, self.levels, self.between, places, errors
+            )
             return errors
         for j in range(width):
             column = first + j
@@ -503,26 +516,48 @@ class _Columns:
             current[:, column + 1 : first + width] -= error[:, None] * factor[j, j + 1 :]
         return errors
 
-    def descend(self, residual: Tensor, hessian: Tensor, first: int, places: Tensor, decoded: Tensor) -> bool:
-        """Move the elements of a block of columns in turn; returns whether any moved."""
+    def descend(
+        self, residual: Tensor, hessian: Tensor, first: int, places: Tensor, decoded: Tensor, moved: Tensor
+    ) -> None:
+        """Move the elements of a block of columns in turn; adds the number of those that moved to ``moved``."""
+        rows, width = residual.shape
         if on_compiled_path(residual):
-            from rco.formats.floating_kernels_cpu import descend_levels
+            from rco.formats import floating_kernels_cpu
 
-            moved: int = descend_levels(
-                residual.numpy(), hessian.numpy(), self.scales.numpy(), self.group, first,
-                self.levels.numpy(), self.between.numpy(), places.numpy(), decoded.numpy(),
+            arrays = [t.numpy() for t in (residual, self.scales, places, decoded)]
+            share, tables = hessian.numpy(), (self.levels.numpy(), self.between.numpy())
+            counts: list[int] = []
+
+            def task(a: int, b: int) -> None:
+                rest, scales, index, weight = (array[a:b] for array in arrays)
+                counts.append(
+                    floating_kernels_cpu.descend_levels(
+                        rest, share, scales, self.group, first, *tables, index, weight
+                    )
+                )
+
+            over_rows(rows, width * width, task)
+            moved += sum(counts)
+            return
+        if on_triton_path(residual) and residual.dtype == torch.float32:
+            from rco.formats import floating_kernels_triton
+
+            floating_kernels_triton.descend_levels(
+                residual, hessian, self.scales, self.group, first, self.levels, self.between, places, decoded, moved
             )  # fmt: skip
-            return moved > 0
-        before = places[:, first : first + len(hessian)].clone()
-        for j in range(len(hessian)):
+            return
+        before = places[:, first : first + width].clone()
+        for j, curvature in enumerate(hessian.diagonal().tolist()):
+            if not curvature > 0:
+                continue
             column = first + j
             scale, old = self.scales[:, column // self.group], decoded[:, column].clone()
-            target = (old + residual[:, j] / hessian[j, j]) / scale
+            target = (old + residual[:, j] / curvature) / scale
             place = torch.searchsorted(self.between, target.contiguous())
             new = self.levels[place] * scale
             places[:, column], decoded[:, column] = place, new
             residual -= (new - old)[:, None] * hessian[j]
-        return not torch.equal(before, places[:, first : first + len(hessian)])
+        moved += (before != places[:, first : first + width]).sum()
 
 
 def _better_rows(

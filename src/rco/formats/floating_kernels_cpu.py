@@ -93,6 +93,8 @@ def descend_levels(
     for r in range(rows):
         rest = residual[r]
         for j in range(width):
+            if not hessian[j, j] > 0:
+                continue
             column = start + j
             scale, old = scales[r, column // group], decoded[r, column]
             place = _place((old + rest[j] / hessian[j, j]) / scale, between)
