@@ -28,9 +28,11 @@ from rco.data.calibration import CalibrationSet
 from rco.evaluation.size import average_bits, checkpoint_size
 from rco.export.compressed_tensors import CompressedTensorsExporter
 from rco.export.exporter import ExportRequest
+from rco.formats import parse
+from rco.formats.elements import nearest_codes
 from rco.formats.switchable import LayerOptions
 from rco.models.loading import wrap_model
-from rco.store import CandidateStore
+from rco.store import CandidateStore, StoreMismatchError
 from rco.testing.tiny_models import tiny_model
 
 
@@ -115,6 +117,33 @@ def test_a_failure_costs_no_block_that_was_done_before_it(tmp_path, monkeypatch,
     assert sorted(manifest["blocks"]) == [str(index) for index in range(kept)]
     found, _ = make_backend(tmp_path / "cut", model_arguments={"num_hidden_layers": 4})
     assert found.store.manifest == wanted.store.manifest
+
+
+def test_rounding_to_nearest_calibrates_scales_of_inputs(tmp_path):
+    """NVFP4 with rounded inputs: weights to nearest, and the scale of the inputs that compensation gets, too."""
+    named = {"widths": (), "formats": [parse("nvfp4-a4"), parse("original")]}
+    shape = {"intermediate_size": 64, "num_hidden_layers": 2}
+    model = tiny_model("llama", **shape)
+    loaded = wrap_model(model)
+    plan = make_plan(loaded.layout, loaded.layout.linears(model, include_head=True), **named)
+    data, found = text(model.config.vocab_size), {}
+    for method in ("rtn", "gptq"):
+        settings = CandidateSettings(method=method, batch_size=2, sweeps=0)
+        compression = Compression(loaded, plan, tmp_path / method, settings=settings)
+        compression.candidates(data)
+        found[method] = compression.packed()
+    for info in plan.linears:
+        nearest, compensated = (found[method][info.name]["nvfp4-a4"] for method in ("rtn", "gptq"))
+        scales = [each.tensors["input_global_scale"] for each in (nearest, compensated)]
+        assert torch.equal(*scales)
+        assert float(scales[0][0, 0]) != 1.0
+        wide = nearest.wide_scales(torch.float32)
+        assert torch.equal(nearest.codes(), nearest_codes(info.weight.detach().float() / wide, "e2m1"))
+    other = Compression(
+        loaded, plan, tmp_path / "rtn", settings=CandidateSettings(method="rtn", batch_size=2)
+    )
+    with pytest.raises(StoreMismatchError, match="data"):
+        other.candidates(text(model.config.vocab_size, seed=1))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "gemma2"])

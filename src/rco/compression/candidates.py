@@ -23,7 +23,7 @@ from rco.data.calibration import CalibrationSet
 from rco.distributed import Ranks
 from rco.formats import encode_all
 from rco.formats.base import EncodeSettings, Format, Stored
-from rco.formats.hessian import HessianAccumulator, InputSquares
+from rco.formats.hessian import HessianAccumulator, InputPeak, InputSquares
 from rco.formats.removed import REMOVED
 from rco.formats.stacks import stack_rows
 from rco.models.capture import BlockInputs, WholePasses, block_inputs, linear_inputs
@@ -51,6 +51,7 @@ __all__ = [
     "quantize_experts",
     "quantize_matrix",
     "read_importances",
+    "reads_text",
     "recorded",
     "replace_candidates",
     "tensor_importances",
@@ -59,7 +60,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-AccumulatorT = TypeVar("AccumulatorT", HessianAccumulator, InputSquares)
+AccumulatorT = TypeVar("AccumulatorT", bound=HessianAccumulator | InputPeak | InputSquares)
 Method = Literal["gptq", "rtn", "imatrix"]
 
 
@@ -102,7 +103,7 @@ def candidate_identity(
     names = [candidate_name(info) for info in plan.linears]
     identity: dict[str, object] = {
         "model": loaded.fingerprint,
-        "data": calibration.fingerprint if settings.method != "rtn" and settings.imatrix is None else None,
+        "data": calibration.fingerprint if reads_text(plan, settings) else None,
         "widths": [option.bits for option in plan.packed],
         "formats": [option.name for option in plan.packed] if plan.gguf is None else "GGUF",
         "group_size": plan.group_size if plan.gguf is None else "GGUF",
@@ -120,6 +121,13 @@ def candidate_identity(
     if settings.imatrix is not None:
         identity["imatrix"] = file_sha256(settings.imatrix)
     return identity
+
+
+def reads_text(plan: CompressionPlan, settings: CandidateSettings) -> bool:
+    """Whether candidates depend on the calibration text: by errors to compensate, or by a fixed scale of inputs."""
+    if settings.method == "rtn":
+        return any(option.calibrates_inputs for option in plan.packed)
+    return settings.imatrix is None
 
 
 def blocks_of(plan: CompressionPlan) -> list[list[LinearInfo]]:
@@ -181,7 +189,7 @@ def build_candidates(
         block_inputs(
             loaded.model, loaded.layout, calibration.tokens, batch_size=settings.batch_size, storage="cpu"
         )
-        if settings.method == "gptq"
+        if settings.method != "imatrix" and reads_text(plan, settings)
         else None
     )
 
@@ -190,28 +198,33 @@ def build_candidates(
         group = groups[index]
         linears = [info for info in group if not isinstance(info, ExpertLinear)]
         sparse = expert_layer_of(group)
-        hessians: dict[str, HessianAccumulator] = {}
+        hessians: Mapping[str, HessianAccumulator | InputPeak] = {}
         experts: ExpertHessians | None = None
         if inputs is not None:
+            kind: type[HessianAccumulator | InputPeak] = (
+                HessianAccumulator if settings.method == "gptq" else InputPeak
+            )
             block, outer = group[0].block, group[0].role == "outer"
             target = len(loaded.layout.blocks(loaded.model)) if block is None else block
             while inputs.position < target and not outer:
                 inputs.advance()
-            if sparse is not None:
+            if sparse is not None and settings.method == "gptq":
                 experts = ExpertHessians(sparse, calibration.tokens.numel(), settings.expert_tokens)
             if outer:
-                hessians = _outer_hessians(loaded, calibration.tokens, settings.batch_size, linears)
+                hessians = _outer_hessians(loaded, calibration.tokens, settings.batch_size, linears, kind)
             elif block is None:
-                hessians = _head_hessian(inputs, group, HessianAccumulator)
+                hessians = _head_hessian(inputs, group, kind)
             else:
-                hessians = _block_hessians(loaded, inputs, linears, experts, HessianAccumulator)
+                hessians = _block_hessians(loaded, inputs, linears, experts, kind)
         candidates: dict[str, dict[str, Stored]] = {}
         statistics: dict[str, dict[str, dict[str, Any]]] = {}
         weight_peaks = _merged_peaks(loaded, linears)
         for info in linears:
             accumulator, grids = hessians.get(info.name), _grids(plan, info)
             # A linear whose weight is read without calling it, or that no token reaches, is rounded to nearest.
-            inputs_of = None if accumulator is None or not accumulator.tokens else accumulator.matrix()
+            inputs_of = None
+            if isinstance(accumulator, HessianAccumulator) and accumulator.tokens:
+                inputs_of = accumulator.matrix()
             if importances is not None:
                 rows = tensor_importances(plan, importances, info)
                 inputs_of = None if rows is None else rows[0]
@@ -320,10 +333,14 @@ def _merged_peaks(loaded: LoadedModel, linears: Sequence[LinearInfo]) -> dict[st
 
 
 def _outer_hessians(
-    loaded: LoadedModel, tokens: Tensor, batch_size: int, linears: Sequence[LinearInfo]
-) -> dict[str, HessianAccumulator]:
-    """Hessians of linears outside of the blocks, from whole passes."""
-    found = {info.name: HessianAccumulator(info.in_features, device=info.weight.device) for info in linears}
+    loaded: LoadedModel,
+    tokens: Tensor,
+    batch_size: int,
+    linears: Sequence[LinearInfo],
+    make_accumulator: type[AccumulatorT],
+) -> dict[str, AccumulatorT]:
+    """Statistics of the inputs of linears outside of the blocks, from whole passes."""
+    found = {info.name: make_accumulator(info.in_features, device=info.weight.device) for info in linears}
     with linear_inputs(loaded.model, found, lambda name, x: found[name].add(x)):
         WholePasses(loaded.model, loaded.layout, tokens, batch_size).finish()
     return found

@@ -1,11 +1,11 @@
-"""Second moments of a linear layer's inputs, or their diagonal alone, accumulated over tokens."""
+"""Second moments of a linear layer's inputs, their diagonal, or the largest input, accumulated over tokens."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["HessianAccumulator", "InputSquares"]
+__all__ = ["HessianAccumulator", "InputPeak", "InputSquares"]
 
 
 class HessianAccumulator:
@@ -111,3 +111,29 @@ class InputSquares:
                 "The layer's inputs held NaN or infinite values; check the model and the calibration data."
             )
         return result
+
+
+class InputPeak:
+    """Accumulates the largest size of a layer's inputs.
+
+    Args:
+        features: Number of input features.
+        device: Device of the maximum.
+    """
+
+    def __init__(self, features: int, *, device: torch.device | str = "cpu") -> None:
+        self.features = features
+        self.tokens = 0
+        self._peak = torch.zeros((), device=device)
+
+    @torch.no_grad()
+    def add(self, inputs: Tensor) -> None:
+        """Add a batch of inputs (..., features)."""
+        if inputs.numel():
+            torch.maximum(self._peak, inputs.abs().amax().to(self._peak), out=self._peak)
+        self.tokens += inputs.numel() // self.features
+
+    @property
+    def peak(self) -> float:
+        """Largest size of an input; 0 without tokens."""
+        return float(self._peak)

@@ -257,7 +257,7 @@ class QuantizeConfig(CompressConfig):
     )
     method: Literal["gptq", "rtn", "imatrix"] | None = setting(
         None,
-        help="Rounding method: gptq (default); rtn, without calibration (default for llamacpp); for GGUF imatrix "
+        help="Rounding method: gptq (default); rtn, to nearest (default for llamacpp); for GGUF imatrix "
         "(default), ggml's own with an importance matrix, or rtn, without one.",
         panel="Candidates",
     )

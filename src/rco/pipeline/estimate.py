@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rco.compression.candidates import reads_text
 from rco.compression.compression import Compression, Residency
 from rco.compression.memory import SearchMemory, search_memory
 from rco.compression.plan import CompressionPlan
@@ -195,9 +196,9 @@ def encoding_seconds(plan: CompressionPlan, threads: int) -> float:
 
 def _candidate_passes(compression: Compression, config: Any) -> float:
     """Cost of quantization in forward passes: a Hessian and a column loop per linear, for all widths."""
-    if compression.settings.method == "rtn":
-        return 0.0
     plan, loaded = compression.plan, compression.loaded
+    if compression.settings.method == "rtn":
+        return float(config.sequences) if reads_text(plan, compression.settings) else 0.0
     products = sum(
         2 * info.in_features**2 * config.length * config.sequences * _share(info) / 3
         + len(plan.packed) * info.out_features * info.in_features**2

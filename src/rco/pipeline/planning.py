@@ -423,11 +423,6 @@ def _parse_formats(config: QuantizeConfig) -> list[Format]:
             raise ValueError(
                 f"`formats` takes names such as {', '.join(formats.listed())}; {each.name} is not an option here."
             )
-        if each.calibrates_inputs and config.method == "rtn":
-            raise ValueError(
-                f"{each.name} rounds inputs by a scale from the calibration, which `method='rtn'` does not have: "
-                "leave it out, or take formats that scale inputs token by token."
-            )
     return list(dict.fromkeys(found))
 
 
