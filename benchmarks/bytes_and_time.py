@@ -1,6 +1,7 @@
 """KL over bytes and milliseconds: searches under two budgets, with costs measured on a GPU.
 
     python benchmarks/bytes_and_time.py --model FOLDER_OF_SMOLLM2 --dtype bfloat16
+    python benchmarks/bytes_and_time.py --merge small.json large.json    # of runs with other --sizes
     python benchmarks/bytes_and_time.py --draw
 
 First the milliseconds of every linear in every format are measured, merged as vLLM merges them (q/k/v, gate/up),
@@ -57,9 +58,12 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--costs", type=Path, help="a table of costs, instead of measuring them")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--merge", type=Path, nargs="+", help="write the searches of these files to --out")
     parser.add_argument("--draw", action="store_true", help="draw the figure of --out and stop")
     arguments = parser.parse_args()
-    if not arguments.draw:
+    if arguments.merge:
+        merge(arguments.merge, arguments.out)
+    elif not arguments.draw:
         run(arguments)
     draw(json.loads(arguments.out.read_text(encoding="utf-8")))
 
@@ -99,6 +103,20 @@ def run(arguments):
             "environment": environment(),
         },
     )
+
+
+def merge(paths, out):
+    """One report of runs that differ in nothing but their sizes."""
+    from rco.runs import write_json_atomic
+
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    alike = [
+        {key: value for key, value in each.items() if key not in ("searches", "environment")}
+        for each in reports
+    ]
+    if any(each != alike[0] for each in alike):
+        raise SystemExit("The files are of different models, costs or settings.")
+    write_json_atomic(out, {**reports[0], "searches": [row for each in reports for row in each["searches"]]})
 
 
 # ------------------------------------------------------------------------- milliseconds

@@ -892,23 +892,104 @@ def gguf_comparisons():
     return lines
 
 
+FLOATING_MODELS = {"tiny_llama": "tiny-llama", "smollm2_135m": "SmolLM2-135M"}
+
+
 def floating_comparison():
-    """Ways of choosing among NVFP4, FP8 and the original."""
-    data = load("floating_point_tiny_llama")
+    """NVFP4, FP8 and the original: whole runs, and ways of choosing among the same candidates."""
+    lines = []
+    for name, title in FLOATING_MODELS.items():
+        choices, runs = load(f"floating_point_{name}"), load(f"floating_point_runs_{name}")
+        if choices is None or runs is None:
+            continue
+        budgets = budgets_of(choices)
+
+        def mean(kind, label, budget, first=False, runs=runs):
+            """KL over the runs of a kind, or of the first seed alone, whose text the choices share."""
+            return statistics.fmean(
+                run["evaluation"][label]["kl"]
+                for run in runs["runs"]
+                if run["kind"] == kind and run["bpw"] == budget and not (first and run["seed"])
+            )
+
+        seeds = {
+            kind: len({run["seed"] for run in runs["runs"] if run["kind"] == kind})
+            for kind in ("rco", "modelopt")
+        }
+        chosen = {
+            method: [row["kl"] for row in choices["rows"] if row["method"] == method]
+            for method in ("rco", "autoquantize", "autoscheme")
+        }
+        ours, plain, theirs = (
+            [mean(kind, label, budget) for budget in budgets]
+            for kind, label in (("rco", "RCO"), ("rco", "RCO, not tuned"), ("modelopt", "autoquantize"))
+        )
+        rows = {
+            f"`rco quantize`, seeds: {seeds['rco']}": ours,
+            "the same without tuning": plain,
+            f"ModelOpt's way, seeds: {seeds['modelopt']}": theirs,
+            **{f"choice alone: `{method}`, seeds: 3": found for method, found in chosen.items()},
+        }  # fmt: skip
+        same_text = [mean("rco", "RCO", budget, first=True) for budget in budgets]
+        model = runs["model"] if name == "tiny_llama" else "SMOLLM2_135M"
+        lines += [
+            f"**{title}**, H200. KL to the full model:",
+            "",
+            f"| | {' | '.join(f'{budget} bits per weight' for budget in budgets)} |",
+            f"|---|{'---:|' * len(budgets)}",
+            *(f"| {label} | {' | '.join(f'{kl:.4f}' for kl in found)} |" for label, found in rows.items()),
+            "",
+            f"`rco quantize` is {span(below(ours, theirs))} % below ModelOpt's way and "
+            f"{span(below(same_text, chosen['autoquantize']))} % below `autoquantize` with the same candidates "
+            "(the seed with the same text). The choice alone is "
+            f"{span(below(chosen['rco'], chosen['autoquantize']))} % below `autoquantize` and "
+            f"{span(below(chosen['rco'], chosen['autoscheme']))} % below `autoscheme`. Uniform `nvfp4-a4` "
+            f"(4.5 bits) has {mean('rco', 'uniform nvfp4-a4', budgets[0]):.4f}, uniform `fp8-dynamic` (8 bits) "
+            f"{mean('rco', 'uniform fp8-dynamic', budgets[0]):.4f}.",
+            "",
+            "```",
+            f"python benchmarks/floating_point.py --model {model} --runs FOLDER -- {' '.join(runs['options'])}",
+            choices["command"],
+            "```",
+            "",
+        ]  # fmt: skip
+    return lines
+
+
+def below(ours, theirs):
+    """Shares by which ours are lower."""
+    return [1 - a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def span(shares):
+    """Least and greatest share in percent."""
+    low, high = (f"{100 * end:.0f}" for end in (min(shares), max(shares)))
+    return low if low == high else f"{low} to {high}"
+
+
+def additivity():
+    """How near losses of allocations are to the sums of what their groups do alone."""
+    data = load("additivity")
     if data is None:
         return []
-    seeds = max(row["seeds"] for row in data["rows"])
-    return [
-        f"`{data['command']}`, H200, mean over {seeds} seeds:",
-        "",
-        *by_budget(data, lambda budget: f"{budget} bits per weight"),
-        "",
+    lines = [
+        "| options | bits per weight | KL of the least sum | KL / sum | KL / sum of random allocations |",
+        "|---|---:|---:|---:|---:|",
     ]
+    for menu, study in data["menus"].items():
+        for budget, found in study["budgets"].items():
+            best = found["least sum"]
+            ratios = [each["together"] / each["sum"] for each in found["random"]]
+            lines.append(
+                f"| {menu} | {budget} | {best['together']:.4f} | {best['together'] / best['sum']:.2f} | "
+                f"{min(ratios):.2f} to {max(ratios):.2f} |"
+            )
+    return [*lines, "", "`python benchmarks/additivity.py`", ""]
 
 
 DOCUMENTS = {
     "docs/gguf.md": (gguf_comparisons,),
-    "docs/floating_point.md": (floating_comparison,),
+    "docs/floating_point.md": (floating_comparison, additivity),
     "README.md": (headline,),
     "docs/results.md": (
         comparison,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["figure_class", "polish", "save_figures"]
+__all__ = ["figure_class", "polish", "save_figures", "shortened"]
 
 
 def figure_class() -> type[Figure]:
@@ -25,7 +26,7 @@ def figure_class() -> type[Figure]:
 def polish(axis: Axes, title: str) -> None:
     """Style an axis: a small title, a light grid, no box."""
     axis.set_title(title, fontsize=9)
-    axis.tick_params(labelsize=7)
+    axis.tick_params(which="both", labelsize=7)
     axis.grid(True, color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     for side in ("top", "right"):
@@ -48,6 +49,26 @@ def save_figures(
                 metadata = {"Date": None} if kind == "svg" else None
                 with atomic_path(path) as temporary:
                     figure.savefig(temporary, format=kind, dpi=dpi, metadata=metadata)
+                    if kind == "svg":
+                        drawing = temporary.read_text(encoding="utf-8")
+                        temporary.write_text(shortened(drawing), encoding="utf-8")
                 figure.set_layout_engine("none")  # the next format keeps this layout
                 written.append(path)
     return written
+
+
+def shortened(drawing: str) -> str:
+    """An SVG file without indentation and with five digits for every coordinate, which is finer than a screen.
+
+    Its texts stay as they are.
+    """
+
+    def coordinates(match: re.Match[str]) -> str:
+        return re.sub(r"(?<![\w.#])\d+\.\d+", lambda number: f"{float(number[0]):.5g}", match[0])
+
+    def path(match: re.Match[str]) -> str:
+        return re.sub(r"\s*([A-Za-z])\s*", r"\1", match[0])
+
+    drawing = re.sub(r'(?<= )(?:d|x|y|transform|points)="[^"]*"', coordinates, drawing)
+    drawing = re.sub(r'(?<= d=")[^"]*', path, drawing)
+    return re.sub(r"\n +<", "\n<", drawing)
