@@ -41,7 +41,7 @@ def main():
     from rco.runs import environment
 
     report = {
-        "model": arguments.model,
+        "model": Path(arguments.model).name,
         "evaluation": arguments.evaluation,
         "allocations": arguments.allocations,
         "seed": arguments.seed,

@@ -1,6 +1,7 @@
 """KL over bytes and milliseconds: searches under two budgets, with costs measured on a GPU.
 
-    python benchmarks/bytes_and_time.py --model FOLDER_OF_SMOLLM2 --dtype bfloat16
+    python benchmarks/bytes_and_time.py --model FOLDER_OF_SMOLLM2 --dtype bfloat16 --tokens 16384 --steps 24 \\
+        --sizes 0.3,0.6
     python benchmarks/bytes_and_time.py --merge small.json large.json    # of runs with other --sizes
     python benchmarks/bytes_and_time.py --draw
 
@@ -34,6 +35,7 @@ KERNELS = {
     "nvfp4-a4": "rounding of inputs (Triton), decoding to bfloat16 (Triton), bfloat16 product",
 }
 DECIMALS = 7  # of a cost in milliseconds
+SETTINGS = ("dtype", "times", "steps", "sequences", "selection", "evaluation", "length", "seed")
 
 
 def main():
@@ -92,13 +94,12 @@ def run(arguments):
     write_json_atomic(
         arguments.out,
         {
-            "model": arguments.model,
+            "model": Path(arguments.model).name,
             "tokens_of_products": arguments.tokens,
             "kernels": KERNELS,
             "costs": {f"{kind} {name}": str(cost) for (kind, name), cost in costs.items()},
             "table": table.name,
-            "steps": arguments.steps,
-            "seed": arguments.seed,
+            "settings": {name: getattr(arguments, name) for name in SETTINGS},
             **found,
             "environment": environment(),
         },
@@ -110,12 +111,14 @@ def merge(paths, out):
     from rco.runs import write_json_atomic
 
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    alike = [
-        {key: value for key, value in each.items() if key not in ("searches", "environment")}
-        for each in reports
-    ]
-    if any(each != alike[0] for each in alike):
-        raise SystemExit("The files are of different models, costs or settings.")
+    for path, each in zip(paths, reports, strict=True):
+        apart = [
+            key for key in each if key not in ("searches", "environment") and each[key] != reports[0][key]
+        ]
+        if apart:
+            raise SystemExit(
+                f"{path} differs from {paths[0]} in {', '.join(apart)}: merge runs of other sizes alone."
+            )
     write_json_atomic(out, {**reports[0], "searches": [row for each in reports for row in each["searches"]]})
 
 

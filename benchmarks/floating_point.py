@@ -2,9 +2,10 @@
 
     python benchmarks/floating_point.py --model tiny-llama --runs runs/floating_point
 
-For every budget and seed there are two runs. `rco`: as `rco quantize` does by default, with tuning. `modelopt`: the
-scores of AutoQuantize and the exact knapsack, weights rounded to nearest with ranges that hold the largest one, no
-tuning. A seed picks the text for calibration and evaluation, too, which both runs share. Finished runs are kept.
+For every budget and seed there are two runs. `rco`: as `rco quantize` does by default, with tuning. `modelopt`:
+the scores of AutoQuantize, the exact knapsack, weights rounded to nearest with scales that fit the largest weight
+of each group, no tuning. A seed picks the text for calibration and evaluation, too, which both runs share. Finished
+runs are kept.
 """
 
 import argparse
@@ -34,6 +35,7 @@ def main():
     parser.add_argument("--out", type=Path, help="default: floating_point_runs_MODEL.json among the results")
     parser.add_argument("options", nargs="*", help="further options of rco quantize, after --")
     arguments = parser.parse_args()
+    check_options(arguments)
     wanted = [
         (kind, budget, seed)
         for seed in range(arguments.seeds)
@@ -56,6 +58,22 @@ def main():
     out = arguments.out or RESULTS / f"floating_point_runs_{model.replace('-', '_')}.json"
     with atomic_path(out) as temporary:
         temporary.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def check_options(arguments):
+    """Take the options of the runs that are there, or note those of the first: a folder has one set of options."""
+    noted = arguments.runs / "options.json"
+    if noted.exists():
+        before = read(noted)
+        if arguments.options and arguments.options != before:
+            raise SystemExit(
+                f"Runs in {arguments.runs} have the options {' '.join(before)!r}, got "
+                f"{' '.join(arguments.options)!r}: give the same ones or another --runs."
+            )
+        arguments.options = before
+        return
+    arguments.runs.mkdir(parents=True, exist_ok=True)
+    noted.write_text(json.dumps(arguments.options), encoding="utf-8")
 
 
 def folder(arguments, kind, budget, seed):

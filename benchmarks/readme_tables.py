@@ -904,33 +904,43 @@ def floating_comparison():
             continue
         budgets = budgets_of(choices)
 
-        def mean(kind, label, budget, first=False, runs=runs):
-            """KL over the runs of a kind, or of the first seed alone, whose text the choices share."""
-            return statistics.fmean(
-                run["evaluation"][label]["kl"]
-                for run in runs["runs"]
-                if run["kind"] == kind and run["bpw"] == budget and not (first and run["seed"])
-            )
-
-        seeds = {
-            kind: len({run["seed"] for run in runs["runs"] if run["kind"] == kind})
-            for kind in ("rco", "modelopt")
+        kls = {
+            (run["kind"], run["bpw"], run["seed"], label): row["kl"]
+            for run in runs["runs"]
+            for label, row in run["evaluation"].items()
         }
+        seeds = {
+            kind: sorted({seed for each, _, seed, _ in kls if each == kind}) for kind in ("rco", "modelopt")
+        }
+
+        def mean(kind, label, budget, of, kls=kls):
+            """KL over some seeds; each of them must have its run."""
+            return statistics.fmean(kls[kind, budget, seed, label] for seed in of)
+
         chosen = {
             method: [row["kl"] for row in choices["rows"] if row["method"] == method]
             for method in ("rco", "autoquantize", "autoscheme")
         }
-        ours, plain, theirs = (
-            [mean(kind, label, budget) for budget in budgets]
-            for kind, label in (("rco", "RCO"), ("rco", "RCO, not tuned"), ("modelopt", "autoquantize"))
-        )
+        repeats = min(row["seeds"] for row in choices["rows"] if row["method"] in chosen)
+        shown = {
+            f"`rco quantize`, seeds: {len(seeds['rco'])}": ("rco", "RCO"),
+            "the same without tuning": ("rco", "RCO, not tuned"),
+            f"ModelOpt's way, seeds: {len(seeds['modelopt'])}": ("modelopt", "autoquantize"),
+        }
         rows = {
-            f"`rco quantize`, seeds: {seeds['rco']}": ours,
-            "the same without tuning": plain,
-            f"ModelOpt's way, seeds: {seeds['modelopt']}": theirs,
-            **{f"choice alone: `{method}`, seeds: 3": found for method, found in chosen.items()},
-        }  # fmt: skip
-        same_text = [mean("rco", "RCO", budget, first=True) for budget in budgets]
+            name: [mean(kind, label, budget, seeds[kind]) for budget in budgets]
+            for name, (kind, label) in shown.items()
+        } | {f"choice alone: `{method}`, seeds: {repeats}": found for method, found in chosen.items()}
+        both = sorted(set(seeds["rco"]) & set(seeds["modelopt"]))
+        ours, theirs = (
+            [mean(kind, label, budget, both) for budget in budgets]
+            for kind, label in (("rco", "RCO"), ("modelopt", "autoquantize"))
+        )
+        same_text = [mean("rco", "RCO", budget, [0]) for budget in budgets]
+        uniform = {
+            name: mean("rco", f"uniform {name}", budgets[0], seeds["rco"])
+            for name in ("nvfp4-a4", "fp8-dynamic")
+        }
         model = runs["model"] if name == "tiny_llama" else "SMOLLM2_135M"
         lines += [
             f"**{title}**, H200. KL to the full model:",
@@ -939,13 +949,12 @@ def floating_comparison():
             f"|---|{'---:|' * len(budgets)}",
             *(f"| {label} | {' | '.join(f'{kl:.4f}' for kl in found)} |" for label, found in rows.items()),
             "",
-            f"`rco quantize` is {span(below(ours, theirs))} % below ModelOpt's way and "
+            f"`rco quantize` is {span(below(ours, theirs))} % below ModelOpt's way (the seeds of both) and "
             f"{span(below(same_text, chosen['autoquantize']))} % below `autoquantize` with the same candidates "
-            "(the seed with the same text). The choice alone is "
+            "(on the text of the first seed). The choice alone is "
             f"{span(below(chosen['rco'], chosen['autoquantize']))} % below `autoquantize` and "
-            f"{span(below(chosen['rco'], chosen['autoscheme']))} % below `autoscheme`. Uniform `nvfp4-a4` "
-            f"(4.5 bits) has {mean('rco', 'uniform nvfp4-a4', budgets[0]):.4f}, uniform `fp8-dynamic` (8 bits) "
-            f"{mean('rco', 'uniform fp8-dynamic', budgets[0]):.4f}.",
+            f"{span(below(chosen['rco'], chosen['autoscheme']))} % below `autoscheme`. Uniform `nvfp4-a4` (4.5 "
+            f"bits) has {uniform['nvfp4-a4']:.4f}, uniform `fp8-dynamic` (8 bits) {uniform['fp8-dynamic']:.4f}.",
             "",
             "```",
             f"python benchmarks/floating_point.py --model {model} --runs FOLDER -- {' '.join(runs['options'])}",
@@ -973,7 +982,10 @@ def additivity():
     if data is None:
         return []
     lines = [
-        "| options | bits per weight | KL of the least sum | KL / sum | KL / sum of random allocations |",
+        f"**{data['model']}**: KL of allocations beside the sum of what their groups cost alone. First the "
+        f"allocation of least sum, then {data['allocations']} random ones within the budget:",
+        "",
+        "| options | bits per weight | KL of least sum | KL / sum | KL / sum of random ones |",
         "|---|---:|---:|---:|---:|",
     ]
     for menu, study in data["menus"].items():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rco.formats import gptq as gptq_module
 from rco.formats import rounding as rounding_module
 from rco.formats.gptq import block_edges, gptq
-from rco.formats.hessian import HessianAccumulator
+from rco.formats.hessian import HessianAccumulator, InputPeak
 from rco.formats.integer import IntegerGrid, PackedWeight
 from rco.formats.rounding import round_to_nearest
 
@@ -330,3 +330,23 @@ def test_hessian_accumulator_counts_masked_tokens_once() -> None:
     whole.add(inputs * torch.inf)
     with pytest.raises(ValueError, match="NaN or infinite"):
         whole.matrix()
+
+
+@pytest.mark.parametrize("kind", [HessianAccumulator, InputPeak])
+def test_the_largest_input(kind):
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(2, 7, 6, generator=generator) * scale for scale in (1.0, 40.0, 3.0)]
+    one, two = kind(6), kind(6)
+    assert one.peak == 0
+    for batch in batches[:2]:
+        one.add(batch)
+    two.add(batches[2])
+    two.add(torch.empty(0, 6))
+    two.merge(one)
+    assert two.tokens == 3 * 14
+    assert two.peak == float(torch.stack(batches).abs().max()) == one.peak
+    for bad in (torch.nan, -torch.inf):
+        spoilt = kind(6)
+        spoilt.add(torch.tensor([[1.0, bad, 2.0, 0, 0, 0]]))
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            _ = spoilt.peak

@@ -1,5 +1,7 @@
 """Candidates made on a GPU against those of the CPU."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -72,14 +74,21 @@ def test_float64_is_worked_on_in_float64():
 FLOATING = ["fp8", "fp8-block", "int8", "nvfp4", "mxfp4", "mxfp8"]
 
 
-def test_floating_point_formats_are_compensated_as_on_the_cpu():
+def test_floating_point_formats_are_compensated_as_on_the_cpu(monkeypatch):
     """Also with rows of zeros, an input that is always zero, and columns that are no multiple of a block."""
+    from rco.formats import floating_kernels_triton
+
+    kernels = {}
+    for name in ("gptq_levels", "descend_levels"):
+        kernels[name] = Mock(wraps=getattr(floating_kernels_triton, name))
+        monkeypatch.setattr(floating_kernels_triton, name, kernels[name])
     weight, hessian = layer(150, 352, 800)
     weight[3], hessian[7], hessian[:, 7] = 0, 0, 0
     formats = [parse(name) for name in FLOATING]
     settings = EncodeSettings(storage_dtype=torch.bfloat16, sweeps=3)
     here = encode_all(formats, weight, hessian, settings=settings)
     there = encode_all(formats, weight.cuda(), hessian.cuda(), settings=settings)
+    assert all(kernel.called for kernel in kernels.values())
     nearest = encode_all(formats, weight, settings=settings)
     for name, a, b, plain in zip(FLOATING, here, there, nearest, strict=True):
         assert b.stored.device.type == "cuda", name

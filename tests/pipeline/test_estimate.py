@@ -12,7 +12,25 @@ from rco.models.moe.gates import expert_gates
 from rco.models.moe.linears import model_linears
 from rco.models.shapes import random_model
 from rco.pipeline import estimate
+from rco.pipeline.configs import QuantizeConfig
+from rco.pipeline.planning import plan_compression
 from rco.testing.tiny_models import tiny_model
+
+
+def test_rounding_to_nearest_is_not_expected_to_take_longer(monkeypatch):
+    """Than compensation; and without scales of inputs to calibrate, its candidates need no pass over the text."""
+    monkeypatch.setattr(estimate, "forward_seconds", lambda *_: 1.0)
+    base = {"model": "tiny-llama", "bpw": "6", "device": "cpu", "sequences": 64}
+    seconds = {
+        (formats, method): plan_compression(
+            QuantizeConfig(**base, formats=formats, method=method), outline=True
+        ).estimate.seconds
+        for formats in ("nvfp4-a4,original", "nvfp4,original")
+        for method in ("rtn", "gptq")
+    }
+    calibrated, plain = "nvfp4-a4,original", "nvfp4,original"
+    assert seconds[calibrated, "rtn"] < seconds[calibrated, "gptq"] == seconds[plain, "gptq"]
+    assert seconds[plain, "rtn"] == seconds[calibrated, "rtn"] - 2 * 64
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def gptq_levels(
     """Round the columns of a block in turn, passing each column's error on to those after it.
 
     Args:
-        values: Current weights, float32 (rows, in), contiguous; those of the block are read alone.
+        values: Current weights, float32 (rows, in), contiguous; only the block is read, and it is not changed.
         factor: The block of the upper factor of the inverse Hessian, (width, width), contiguous.
         scales: (rows, groups), contiguous.
         group: Columns per group.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 import torch
 from torch import Tensor
 
 __all__ = ["HessianAccumulator", "InputPeak", "InputSquares"]
+
+_NOT_FINITE = "The layer's inputs held NaN or infinite values; check the model and the calibration data."
 
 
 class HessianAccumulator:
@@ -23,7 +27,7 @@ class HessianAccumulator:
         self.features = features
         self.tokens = 0
         self.total = torch.zeros(features, features, dtype=dtype, device=device)
-        self._peak = torch.zeros((), dtype=dtype, device=device)
+        self._largest = InputPeak(features, dtype=dtype, device=device)
 
     @torch.no_grad()
     def add(self, inputs: Tensor, mask: Tensor | None = None) -> None:
@@ -43,21 +47,20 @@ class HessianAccumulator:
             inputs = inputs[mask.to(device=inputs.device, dtype=torch.bool)]
         flat = inputs.reshape(-1, self.features).to(device=self.total.device, dtype=self.total.dtype)
         self.total.addmm_(flat.T, flat, alpha=2.0)
-        if flat.numel():
-            torch.maximum(self._peak, flat.abs().amax(), out=self._peak)
+        self._largest.add(flat)
         self.tokens += flat.shape[0]
 
     @property
     def peak(self) -> float:
         """Largest size of an input; 0 without tokens."""
-        return float(self._peak)
+        return self._largest.peak
 
     def merge(self, other: HessianAccumulator) -> None:
         """Add the tokens of another accumulator of the same layer."""
         if other.features != self.features:
             raise ValueError(f"Cannot merge {other.features} features into {self.features}.")
         self.total += other.total.to(device=self.total.device, dtype=self.total.dtype)
-        self._peak = torch.maximum(self._peak, other._peak.to(self._peak))
+        self._largest.merge(other._largest)
         self.tokens += other.tokens
 
     def matrix(self) -> Tensor:
@@ -68,9 +71,7 @@ class HessianAccumulator:
             )
         result = self.total / self.tokens
         if not bool(torch.isfinite(result).all()):
-            raise ValueError(
-                "The layer's inputs held NaN or infinite values; check the model and the calibration data."
-            )
+            raise ValueError(_NOT_FINITE)
         return result
 
 
@@ -107,9 +108,7 @@ class InputSquares:
             )
         result = (self.total / self.tokens).float()
         if not bool(torch.isfinite(result).all()):
-            raise ValueError(
-                "The layer's inputs held NaN or infinite values; check the model and the calibration data."
-            )
+            raise ValueError(_NOT_FINITE)
         return result
 
 
@@ -118,13 +117,16 @@ class InputPeak:
 
     Args:
         features: Number of input features.
+        dtype: Type of the maximum.
         device: Device of the maximum.
     """
 
-    def __init__(self, features: int, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, features: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
         self.features = features
         self.tokens = 0
-        self._peak = torch.zeros((), device=device)
+        self._peak = torch.zeros((), dtype=dtype, device=device)
 
     @torch.no_grad()
     def add(self, inputs: Tensor) -> None:
@@ -133,7 +135,19 @@ class InputPeak:
             torch.maximum(self._peak, inputs.abs().amax().to(self._peak), out=self._peak)
         self.tokens += inputs.numel() // self.features
 
+    def merge(self, other: InputPeak) -> None:
+        """Add the tokens of another accumulator of the same layer."""
+        self._peak = torch.maximum(self._peak, other._peak.to(self._peak))
+        self.tokens += other.tokens
+
     @property
     def peak(self) -> float:
-        """Largest size of an input; 0 without tokens."""
-        return float(self._peak)
+        """Largest size of an input; 0 without tokens.
+
+        Raises:
+            ValueError: An input was not finite.
+        """
+        found = float(self._peak)
+        if not isfinite(found):
+            raise ValueError(_NOT_FINITE)
+        return found

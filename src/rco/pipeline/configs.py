@@ -257,8 +257,8 @@ class QuantizeConfig(CompressConfig):
     )
     method: Literal["gptq", "rtn", "imatrix"] | None = setting(
         None,
-        help="Rounding method: gptq (default); rtn, to nearest (default for llamacpp); for GGUF imatrix "
-        "(default), ggml's own with an importance matrix, or rtn, without one.",
+        help="Rounding method: gptq (default), or rtn, to nearest (default for llamacpp), where the text sets "
+        "scales of inputs alone. For GGUF: imatrix (default), with an importance matrix, or rtn, without one.",
         panel="Candidates",
     )
     imatrix: Path | None = setting(

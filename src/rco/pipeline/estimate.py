@@ -159,7 +159,7 @@ def estimate(compression: Compression, config: Any, residency: Residency, memory
         3 * config.steps * config.samples * config.batch_size
         + config.selection * (_COMPARED + config.refine_passes)
         + 3 * sensitivity
-        + 2 * config.sequences  # Hessians, or scores of experts
+        + 2 * config.sequences * reads_text(compression.plan, compression.settings)  # statistics of inputs
         + sequences  # the reference
         + _EVALUATED * config.evaluation
     )
@@ -198,7 +198,7 @@ def _candidate_passes(compression: Compression, config: Any) -> float:
     """Cost of quantization in forward passes: a Hessian and a column loop per linear, for all widths."""
     plan, loaded = compression.plan, compression.loaded
     if compression.settings.method == "rtn":
-        return float(config.sequences) if reads_text(plan, compression.settings) else 0.0
+        return 0.0
     products = sum(
         2 * info.in_features**2 * config.length * config.sequences * _share(info) / 3
         + len(plan.packed) * info.out_features * info.in_features**2
