@@ -5,7 +5,7 @@ import torch
 from floating_weights import representable
 
 from rco import formats
-from rco.formats import elements, floating, parse
+from rco.formats import elements, floating, input_rounding, parse
 from rco.formats.base import EncodeSettings
 from rco.formats.floating import FloatingPoint
 from rco.testing import check_format
@@ -122,6 +122,28 @@ def test_inputs_are_rounded_as_compressed_tensors_rounds_them(name, dtype):
         found = format.input_rule(stored)(x)
         assert found.dtype == dtype
         assert torch.equal(found, wanted.to(dtype))
+
+
+@pytest.mark.parametrize("name", ["nvfp4-a4", "mxfp4-a4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_rounding_of_inputs_gives_the_bits_of_torch(name, dtype, monkeypatch):
+    """Also of zeros, ties, outliers, the smallest and the largest numbers, NaN, and a shorter last group."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 200, generator=generator) * torch.randn(64, 1, generator=generator).mul(6).exp()
+    x[0], x[1, :20], x[2, 3] = 0, 0, 1e4
+    x[3] = torch.randint(-12, 13, (200,), generator=generator) / 2
+    x[4], x[5], x[6, 7] = x[4] * 1e-38, x[5] * 1e20, torch.nan
+    x = x.to(dtype)
+    weight = torch.randn(4, 192, generator=generator)
+    for peak in (1e3, 1e-3):
+        stored = FloatingPoint(name).encode(weight, settings=EncodeSettings(input_peak=peak))
+        rule = FloatingPoint(name).input_rule(stored)
+        found = rule(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(input_rounding, "on_compiled_path", lambda _: False)
+            wanted = rule(x)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+        assert found.dtype == dtype
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-block", "int8-dynamic", "nvfp4", "mxfp4"])

@@ -16,7 +16,7 @@ from rco.formats.integer import PackedWeight
 
 KERNELS = (
     "integer_kernels_triton", "integer_kernels_bfloat16", "gptq_kernels_triton", "tuning_kernels_triton",
-    "input_kernels_triton",
+    "input_kernels_triton", "floating_kernels_triton",
 )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def launches(monkeypatch, fresh):
 
 def test_every_kernel_is_launched_where_its_matrix_is(launches):
     rows, cols, here = 4, 128, torch.device("cpu")
-    general, regular, candidates, tuning, inputs = (getattr(launches, name) for name in KERNELS)
+    general, regular, candidates, tuning, inputs, floating = (getattr(launches, name) for name in KERNELS)
     codes, scales = torch.zeros(rows, 16, dtype=torch.int32), torch.ones(rows, 1, dtype=torch.bfloat16)
     operand, out = general.Operand(codes, scales, None, 4), torch.zeros(rows, cols, dtype=torch.bfloat16)
     for module in (general, regular):
@@ -116,7 +116,13 @@ def test_every_kernel_is_launched_where_its_matrix_is(launches):
 
     inputs.rounded(InputRounding("int8"), out)
     inputs.change_along(InputRounding("int8"), out, out)
-    assert launches.found == [here] * 14
+
+    levels, places = torch.arange(3.0), torch.zeros(rows, cols, dtype=torch.int16)
+    values, errors, moved = torch.zeros(rows, cols), torch.zeros(rows, cols), torch.tensor(0)
+    table = (scales, cols, 0, levels, levels[:2], places)
+    floating.gptq_levels(values, square, *table, errors)
+    floating.descend_levels(errors, square, *table, values, moved)
+    assert launches.found == [here] * 16
 
 
 def test_every_file_of_kernels_is_seen_here():

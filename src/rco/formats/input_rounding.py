@@ -1,7 +1,8 @@
 """Rounding of a layer's inputs as engines with low-precision products apply it, and its effect to first order.
 
 A token, or every group of its columns, has a scale that follows from its largest input. Arithmetic is that of
-compressed-tensors, bit for bit; on GPUs one kernel does it (:mod:`rco.formats.input_kernels_triton`).
+compressed-tensors, bit for bit; on GPUs one kernel does it (:mod:`rco.formats.input_kernels_triton`), and on CPUs a
+compiled loop rounds to E2M1 (:mod:`rco.formats.input_kernels_cpu`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from torch import Tensor
 from rco.formats.base import ActivationRule
 from rco.formats.coded import on_triton_path
 from rco.formats.elements import TOP, Element, levels_of, nearest_codes, power_of_two
+from rco.formats.integer_kernels_cpu import on_compiled_path, over_rows
 
 __all__ = ["InputRounding", "change_along"]
 
 _INT8_STEPS = 127.5  # steps of the integer scale from zero to the largest input
 _MX_OFFSET: dict[Element, int] = {"e2m1": 2, "e4m3": 8}  # exponent of the largest element
 _NO_SCALE = 0.125  # in place of an E4M3 scale that is zero
+_COMPILED = (torch.float32, torch.bfloat16)  # types in which the loop in float32 gives the same bits
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class InputRounding:
 
     def _in_groups(self, x: Tensor) -> Tensor:
         scale = self._scales(x.abs().amax(dim=-1, keepdim=True))
+        if self.element == "e2m1" and x.dtype in _COMPILED and on_compiled_path(x):
+            return _compiled(x, scale)
         return (_rounded(x / scale, self.element).to(scale.dtype) * scale).to(x.dtype)
 
     def _scales(self, largest: Tensor) -> Tensor:
@@ -104,6 +109,18 @@ def _rounded(values: Tensor, element: Element) -> Tensor:
     if element == "int8":
         return torch.round(values.clamp(-128, 127))
     return levels_of(element, values.device)[nearest_codes(values, element).int()].to(values.dtype)
+
+
+def _compiled(x: Tensor, scale: Tensor) -> Tensor:
+    """Inputs (..., members) rounded to E2M1 under scales (..., 1)."""
+    from rco.formats.input_kernels_cpu import round_e2m1
+
+    members = x.shape[-1]
+    values = x.detach().float().reshape(-1, members).contiguous()
+    out = torch.empty_like(values)
+    source, scales, target = (t.numpy() for t in (values, scale.detach().float().flatten(), out))
+    over_rows(len(values), members, lambda a, b: round_e2m1(source[a:b], scales[a:b], target[a:b]))
+    return out.view(x.shape).to(x.dtype)
 
 
 def _never_zero(scale: Tensor, least: float) -> Tensor:

@@ -155,11 +155,13 @@ def estimate(compression: Compression, config: Any, residency: Residency, memory
     sequences = config.sequences + config.selection
     removal = compression.plan.removes_only
     sensitivity = 0 if removal and config.start != "fisher" else config.sensitivity
+    # Hessians or largest inputs for candidates, or scores of experts.
+    statistics = removal or reads_text(compression.plan, compression.settings)
     passes = (
         3 * config.steps * config.samples * config.batch_size
         + config.selection * (_COMPARED + config.refine_passes)
         + 3 * sensitivity
-        + 2 * config.sequences * reads_text(compression.plan, compression.settings)  # statistics of inputs
+        + 2 * config.sequences * statistics
         + sequences  # the reference
         + _EVALUATED * config.evaluation
     )
